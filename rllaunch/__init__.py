@@ -1,0 +1,3 @@
+"""rllaunch: launch colocated RL post-training of language models."""
+
+__version__ = "0.1.0"

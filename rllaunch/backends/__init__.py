@@ -1,0 +1,1 @@
+"""Trainer and rollout backends, behind the two protocols of `rllaunch.backends.base`."""

@@ -1,0 +1,244 @@
+"""What the loop asks of a trainer and of a rollout engine.
+
+A backend is named in the config (`trainer.backend`, `rollout.backend`) and found through the plugin
+hooks as a `BackendSpec`; its module is imported only in the process that runs it. Arrays cross process
+borders as numpy: Ray moves those without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rllaunch.plan.handoff import HandoffOptions, Region
+from rllaunch.resolve.schema import LaunchConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    FloatArray = npt.NDArray[np.float32]
+    IntArray = npt.NDArray[np.int64]
+
+# B samples, P prompt tokens (left-padded), L response tokens (right-padded)
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """A backend a plugin offers.
+
+    Args:
+        name: what `trainer.backend` or `rollout.backend` says.
+        target: `module:Class`, imported only where it runs.
+        modules: importable names it needs; the doctor looks for them before anything starts.
+        install: what to type when one is missing.
+    """
+
+    name: str
+    target: str
+    modules: tuple[str, ...] = ()
+    install: str = ""
+
+    def load(self) -> Callable[..., Any]:
+        module, _, attribute = self.target.partition(":")
+        loaded: Callable[..., Any] = getattr(import_module(module), attribute)
+        return loaded
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One GPU of the launch (on `cpu`: what stands for one): a trainer rank and an engine share it.
+
+    Args:
+        index: position in the whole launch, 0-based.
+        node: 0-based node, which names the host pool.
+        ledger_dir: directory of the shared pool ledgers, on the node's memory-backed disk if it has one.
+    """
+
+    index: int
+    node: int
+    device: str
+    ledger_dir: str
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What every process of a run is given, beside its slot.
+
+    Args:
+        vocabulary: characters of the character tokenizer, in id order; empty with a checkpoint's tokenizer.
+        max_prompt_tokens: of the longest prompt, training and evaluation together: P everywhere.
+    """
+
+    config: LaunchConfig
+    options: HandoffOptions
+    vocabulary: str
+    max_prompt_tokens: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Prompts to answer.
+
+    Args:
+        prompt_ids_BP: left-padded with `pad_id`.
+        prompt_lens_B: real tokens of each prompt.
+        uniform_BL: numbers in [0, 1) that decide each token, so that a sample does not depend on which
+            engine answers it; None: greedy.
+        version: weights the caller expects; another is an error, never an answer.
+    """
+
+    prompt_ids_BP: IntArray
+    prompt_lens_B: IntArray
+    version: int
+    uniform_BL: FloatArray | None = None
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """Answers: tokens right-padded with `pad_id`; the end token, where reached, is in the mask."""
+
+    response_ids_BL: IntArray
+    logprob_BL: FloatArray
+    mask_BL: FloatArray
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """All samples of one rollout; samples of one prompt are adjacent."""
+
+    rollout_id: int
+    prompt_ids_BP: IntArray
+    prompt_lens_B: IntArray
+    response_ids_BL: IntArray
+    logprob_BL: FloatArray
+    mask_BL: FloatArray
+    reward_B: FloatArray
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Where one tensor lies in a bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flattened piece of a weight update, in shared memory (`cpu`) or behind an IPC handle (GPU).
+
+    Args:
+        handle: path of the shared-memory file, or the pickled IPC handle.
+    """
+
+    handle: str | bytes
+    nbytes: int
+    tensors: tuple[TensorSlice, ...]
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes in use on the fullest GPU and the fullest node, and the most since the last reading."""
+
+    gpu_bytes: int
+    host_bytes: int
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+
+
+class WeightSink(Protocol):
+    """Where a trainer sends an update: all engines it serves."""
+
+    def begin_weight_update(self, version: int) -> None: ...
+
+    def load_bucket(self, bucket: Bucket) -> None: ...
+
+    def end_weight_update(self, version: int) -> None: ...
+
+
+class RolloutEngine(WeightSink, Protocol):
+    """One engine. Strict on purpose: releasing what is released is an error, as it is in the engines
+    of the field (there it ends the process); the rollout manager keeps the state and is idempotent."""
+
+    version: int | None
+
+    def start(self) -> None:
+        """Load the model; afterwards `weights`, `kv_cache` and `cuda_graph` are resident."""
+        ...
+
+    def release_memory_occupation(self, tags: Sequence[Region]) -> None: ...
+
+    def resume_memory_occupation(self, tags: Sequence[Region]) -> None: ...
+
+    def generate(self, request: GenerateRequest) -> GenerateResult: ...
+
+    def check_health(self) -> bool: ...
+
+    def weights_checksum(self) -> str: ...
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        """Bytes of each region the engine owns when it is resident, from the model's shapes."""
+        ...
+
+    def memory(self) -> MemoryReading:
+        """Of the GPUs and the node this engine is on, whoever holds the memory; starts a new peak."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A trainer rank's place in the group."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True)
+class TrainMetrics:
+    """Figures of one rollout's training, equal on every rank."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class TrainerBackend(Protocol):
+    """One trainer rank. Each call is made on every rank at the same moment."""
+
+    def init(self, rank: RankInfo) -> None:
+        """Build the model and the optimizer; afterwards `params`, `optimizer`, `grads` are resident."""
+        ...
+
+    def onload(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def clear_memory(self) -> None:
+        """Free what needs no backup (gradients, caches), so that the engine's weights may return."""
+        ...
+
+    def train(self, batch: TrainBatch) -> TrainMetrics: ...
+
+    def update_weights(self, version: int, sink: WeightSink) -> int:
+        """Send the weights, from the GPU or from the backup; bytes sent. Only rank 0 has a sink to talk to."""
+        ...
+
+    def save(self, directory: str) -> None:
+        """Write this rank's state into `directory`, which exists; the caller makes the whole atomic."""
+        ...
+
+    def load(self, directory: str) -> None: ...
+
+    def region_bytes(self) -> Mapping[Region, int]: ...
+
+    def memory(self) -> MemoryReading: ...
+
+    def shutdown(self) -> None: ...

@@ -1,0 +1,130 @@
+"""The command line. `rllaunch --help` imports no more than it prints; a command loads itself when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rllaunch.errors import EXIT_INTERRUPTED, EXIT_USAGE, RllaunchError
+
+if TYPE_CHECKING:
+    from typer._click import Command, Context, HelpFormatter
+
+# name → one line for the list; the module is rllaunch.commands.NAME, its Typer app is `app`.
+COMMANDS = {
+    "train": "Resolve, check, then run the training loop under Ray.",
+    "doctor": "Would it run? Every finding at once.",
+    "resolve": "Show the launch: every value and the layer that decided it.",
+    "explain": "Who set a key, layer by layer, and what it means.",
+    "profiles": "List and show hardware, model, task and cell profiles.",
+    "plugins": "List the plugins and what each contributes.",
+}
+
+
+class LazyGroup(TyperGroup):
+    """Commands by name, imported on use; plugins' commands after the built-in ones."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return [*COMMANDS, *_plugin_commands()]
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        if cmd_name in COMMANDS:
+            module = import_module(f"rllaunch.commands.{cmd_name}")
+            command: Command = typer.main.get_command(module.app)
+            command.name = cmd_name
+            return command
+        return _plugin_commands().get(cmd_name)
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        rows = list(COMMANDS.items())
+        rows += [(name, command.get_short_help_str(60)) for name, command in _plugin_commands().items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> Any:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            from rllaunch.errors import UsageError, did_you_mean
+
+            raise UsageError(f"unknown command {name!r}", "", did_you_mean(name, self.list_commands(ctx), "commands"))
+        return super().resolve_command(ctx, args)
+
+
+def _plugin_commands() -> dict[str, Command]:
+    """Commands of installed plugins; none is looked for where only rllaunch itself is installed."""
+    global _found
+    if _found is None:
+        _found = {}
+        if any(e.dist is None or e.dist.name != "rllaunch" for e in entry_points(group="rllaunch")):
+            from rllaunch.plugins import load_plugins
+
+            app = typer.Typer(rich_markup_mode=None, add_completion=False)
+            app.callback()(lambda: None)
+            load_plugins().add_commands(app)
+            group = typer.main.get_command(app)
+            assert isinstance(group, TyperGroup), "an app with a callback is a group"
+            _found = {name: c for name, c in group.commands.items() if name not in COMMANDS}
+    return _found
+
+
+_found: dict[str, Command] | None = None
+
+app = typer.Typer(
+    cls=LazyGroup,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from rllaunch import __version__
+        from rllaunch.console import data
+
+        data(f"rllaunch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def rllaunch(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Launch colocated RL post-training of language models.
+
+    \b
+    rllaunch train --model tiny --hardware cpu     a policy learns, on this machine
+    rllaunch doctor --model dsv4 --hardware GB300  would it run there?
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the code of its kind (see `rllaunch.errors`)."""
+    try:
+        code = app(args=list(argv) if argv is not None else None, prog_name="rllaunch", standalone_mode=False)
+    except RllaunchError as err:
+        from rllaunch.console import say
+
+        say(str(err))
+        sys.exit(err.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(EXIT_INTERRUPTED)
+    except typer.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as err:
+        # Typer's own usage errors (a bad option of a command) know how to show themselves.
+        if hasattr(err, "show") and hasattr(err, "exit_code"):
+            err.show()
+            sys.exit(EXIT_USAGE)
+        raise
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,42 @@
+"""`rllaunch doctor`: every finding about a launch at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rllaunch import console
+from rllaunch.commands import LaunchCommand, command_app, request_of
+from rllaunch.doctor.engine import exit_code, render
+from rllaunch.pipeline import launch
+
+app = command_app()
+
+
+@app.command(cls=LaunchCommand)
+def doctor(
+    ctx: typer.Context,
+    json: Annotated[bool, typer.Option("--json", help="ok and findings as JSON.")] = False,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Look at this machine and the cluster too.")] = True,
+) -> None:
+    """Would it run? Every finding at once.
+
+    Exit code: 0 it would; 3 the configuration is invalid; 4 it does not fit; 5 the machine or the
+    cluster lacks something.
+    """
+    made = launch(request_of(ctx))
+    findings = made.findings(probe=probe)
+    errors = [f for f in findings if f.level == "error"]
+    if json:
+        console.data_json({"ok": not errors, "findings": [f.to_json() for f in findings]})
+    else:
+        if findings:
+            console.tinted_data(render(findings))
+        config = made.config
+        where = f"{config.model.name} on {config.cluster.num_nodes} × {config.cluster.num_gpus_per_node} {config.hardware.name}"
+        verdict = f"{len(errors)} error{'s' if len(errors) != 1 else ''}" if errors else "would run"
+        if not errors and not probe:
+            verdict = "the configuration is sound (this machine was not looked at)"
+        console.say(f"{where}: {verdict}")
+    raise typer.Exit(exit_code(findings))

@@ -1,0 +1,81 @@
+"""The only place that prints: data to stdout, everything else to stderr.
+
+Colour only where stderr or stdout is a terminal and `NO_COLOR` is not set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "hint": "1;32", "note": "1;36"}
+_HEAD = re.compile(r"^(\s*)(error|warning|info|hint|note)(\[\w+\])?:", re.MULTILINE)
+
+
+def wants_colour(stream: IO[str]) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def say(text: str) -> None:
+    """A line for a person, on stderr."""
+    _write(sys.stderr, _tinted(text) if wants_colour(sys.stderr) else text)
+
+
+def data(text: str) -> None:
+    """A line of output that something may read, on stdout."""
+    _write(sys.stdout, text)
+
+
+def data_json(value: Any) -> None:
+    data(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def tinted_data(text: str) -> None:
+    """Findings as the output of a command: coloured for a terminal, plain for a pipe."""
+    _write(sys.stdout, _tinted(text) if wants_colour(sys.stdout) else text)
+
+
+def _tinted(text: str) -> str:
+    return _HEAD.sub(lambda m: f"{m[1]}\033[{_COLOURS[m[2]]}m{m[2]}{m[3] or ''}:\033[0m", text)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    stream.write(text + "\n")
+    stream.flush()
+
+
+def stdout_console() -> Console:
+    """A rich console on stdout; in a pipe wide enough that no cell is cut."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    stdout_console().print(table(columns, rows, title))
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"

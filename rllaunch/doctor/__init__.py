@@ -1,0 +1,1 @@
+"""Stage 3, `rllaunch doctor`: rules over the resolved launch, every finding at once."""

@@ -1,0 +1,97 @@
+"""What rllaunch raises for a user's mistake: what is wrong, where the value came from, what to do.
+
+Every error names its exit code by kind, prints without a traceback, and survives pickling (Ray
+carries exceptions between processes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+EXIT_OK = 0
+EXIT_RUN_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CONFIG = 3
+EXIT_DOES_NOT_FIT = 4
+EXIT_ENVIRONMENT = 5
+EXIT_INTERRUPTED = 130
+
+
+class RllaunchError(Exception):
+    """A mistake or failure that is told to the user in three parts.
+
+    Args:
+        what: what is wrong, with the numbers or names involved.
+        where: where the value came from: `file:line`, a flag, a variable, a plugin.
+        fix: what to do about it.
+    """
+
+    exit_code = EXIT_RUN_FAILED
+    code: str | None = None
+
+    def __init__(self, what: str, where: str | Sequence[str] = (), fix: str = "") -> None:
+        super().__init__(what, where, fix)
+        self.what = what
+        self.where: tuple[str, ...] = (where,) if isinstance(where, str) else tuple(where)
+        self.fix = fix
+
+    def __str__(self) -> str:
+        head = f"error[{self.code}]" if self.code else "error"
+        lines = [f"{head}: {self.what}"]
+        lines += [f"  {line}" for line in self.where if line]
+        if self.fix:
+            lines.append(f"hint: {self.fix}")
+        return "\n".join(lines)
+
+
+class UsageError(RllaunchError):
+    """The command line itself is malformed."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(RllaunchError):
+    """A value, key, profile or file that the configuration cannot use."""
+
+    exit_code = EXIT_CONFIG
+
+
+class PluginError(ConfigError):
+    """A plugin failed to import, claimed a taken name or answered a hook with nonsense."""
+
+
+class ScheduleError(RllaunchError):
+    """A handoff schedule that cannot be built or is not safe."""
+
+    exit_code = EXIT_CONFIG
+
+
+class FitError(RllaunchError):
+    """Memory that is asked for does not fit into a pool's capacity."""
+
+    exit_code = EXIT_DOES_NOT_FIT
+
+
+class EnvironmentProblem(RllaunchError):
+    """Something the machine or the cluster lacks."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class RunError(RllaunchError):
+    """The run failed after it started."""
+
+
+class DataError(ConfigError):
+    """A prompt file that cannot be used."""
+
+
+def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
+    """A hint naming the nearest of `known`, or all of them when none is near."""
+    names = sorted(set(known))
+    by_fold = {n.casefold(): n for n in names}
+    near = get_close_matches(name.casefold(), list(by_fold), n=3, cutoff=0.6)
+    if near:
+        return "did you mean " + " or ".join(repr(by_fold[n]) for n in near) + "?"
+    return f"{what}: {', '.join(names)}" if names else f"{what}: none"

@@ -1,0 +1,92 @@
+"""The way a launch goes: resolve → plan → doctor → run; each command stops one stage further."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rllaunch.doctor.engine import diagnose
+from rllaunch.doctor.finding import Finding
+from rllaunch.errors import RllaunchError
+from rllaunch.flags import command_of
+from rllaunch.plan.handoff import Schedule, build_schedule, options_of
+from rllaunch.plugins import Plugins, load_plugins
+from rllaunch.resolve.origins import Resolved
+from rllaunch.resolve.resolve import Request, resolve
+from rllaunch.resolve.schema import LaunchConfig
+
+# What every process of a run gets unless the user's environment or the config says otherwise.
+PROCESS_ENV = {
+    # More threads than cores spin against each other; the backends set their own count.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A resolved launch and what is needed to judge and start it."""
+
+    plugins: Plugins
+    resolved: Resolved
+
+    @property
+    def config(self) -> LaunchConfig:
+        return self.resolved.config
+
+    def schedule(self) -> Schedule:
+        return build_schedule(options_of(self.config))
+
+    def findings(self, *, probe: bool) -> list[Finding]:
+        """All findings: plugins and profiles that cannot be used, then every rule's."""
+        rules = self.plugins.rules()
+        for side in ("trainer", "rollout"):
+            self.plugins.backends(side)
+        return [*plugin_findings(self.plugins), *diagnose(self.resolved, rules, probe=probe)]
+
+    def command(self) -> list[str]:
+        """The explicit command: every key that some layer set to other than its default, as a flag.
+
+        Facts of the named model and hardware are left out: their profiles give them again.
+        """
+        default = LaunchConfig().model_dump(mode="json")
+        values: dict[str, Any] = {"model.name": self.config.model.name, "hardware.name": self.config.hardware.name}
+        for key, origins in self.resolved.origins.items():
+            section, _, name = key.partition(".")
+            if section == "hardware" or key.startswith("model.architecture") or key in values:
+                continue
+            value = origins[-1].value
+            if origins[-1].layer not in ("default", "derived") and value != default[section].get(name):
+                values[key] = value
+        return ["rllaunch", "train", *command_of(values)]
+
+    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Variables for the processes of the run; one that the user's environment has wins."""
+        wanted = dict(PROCESS_ENV) | {k: str(v) for k, v in (self.config.env.model_extra or {}).items()}
+        return {name: environ.get(name, value) for name, value in wanted.items()}
+
+
+def launch(request: Request) -> Launch:
+    """Resolve a request with the plugins of this installation."""
+    plugins = load_plugins()
+    return Launch(plugins, resolve(request, plugins))
+
+
+def plugin_findings(plugins: Plugins) -> list[Finding]:
+    """What plugins and profiles got wrong. A broken plugin is no reason not to run what does not need it."""
+    problems: Sequence[RllaunchError] = [*plugins.problems, *plugins.profiles().problems]
+    unique = {str(p): p for p in problems}
+    return [Finding("RL010", "warning", p.what, p.where, p.fix) for p in unique.values()]
+
+
+def resolved_json(launch: Launch) -> dict[str, Any]:
+    return {
+        "config": launch.config.model_dump(mode="json"),
+        "origins": {
+            key: [{"value": o.value, "layer": o.layer, "source": o.source} for o in origins]
+            for key, origins in launch.resolved.origins.items()
+        },
+        "command": launch.command(),
+    }

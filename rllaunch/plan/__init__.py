@@ -1,0 +1,1 @@
+"""Stage 2, `rllaunch plan`: the handoff schedule and the bytes of every step."""

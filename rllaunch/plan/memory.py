@@ -1,0 +1,88 @@
+"""What a schedule holds in memory, step by step: bytes per region on the GPU and on the host.
+
+Given the bytes of each region, `price` walks the schedule operation by operation, so a copy that is
+allocated before its source is freed counts. The embedded backend is held against it to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rllaunch.plan.handoff import BACKED_UP, ENGINE_REGIONS, Region, Schedule, Step
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes at the end of a step, and the most within it.
+
+    Args:
+        gpu: region → bytes on the device at the end of the step.
+        host: region → bytes on the host at the end of the step; a shared arena is `arena`.
+    """
+
+    phase: str
+    name: str
+    gpu: Mapping[str, int]
+    host: Mapping[str, int]
+    gpu_peak: int
+    host_peak: int
+    bytes_moved: int
+
+    @property
+    def gpu_total(self) -> int:
+        return sum(self.gpu.values())
+
+    @property
+    def host_total(self) -> int:
+        return sum(self.host.values())
+
+
+class Ledger:
+    """Bytes of every region while a schedule is walked; `apply` one step at a time."""
+
+    def __init__(self, schedule: Schedule, sizes: Mapping[Region, int]) -> None:
+        self.options = schedule.options
+        self.sizes = dict(sizes)
+        self.gpu: dict[str, int] = {r: self.sizes.get(r, 0) for r in ENGINE_REGIONS}
+        self.host: dict[str, int] = {}
+        self.arena_bytes = 0
+        if self.options.buffers == "shared" and self.options.offload_train:
+            backup = sum(self.sizes.get(r, 0) for r in BACKED_UP)
+            mirror = self.sizes.get("weights", 0) if self.options.has_mirror else 0
+            self.arena_bytes = max(backup, mirror)
+
+    def apply(self, phase: str, step: Step) -> StepBytes:
+        gpu_peak, host_peak, moved = sum(self.gpu.values()), sum(self.host.values()), 0
+        for op in step.ops:
+            region = op.region
+            if region is None:
+                continue
+            size = self.sizes.get(region, 0)
+            if op.action in ("copy_out", "copy_in"):
+                moved += size
+            elif op.action == "publish":
+                moved += self.sizes.get("update_bucket", 0) and self.sizes.get("weights", 0)
+            elif op.tier == "gpu":
+                if op.action == "alloc":
+                    self.gpu[region] = size
+                elif op.action == "free":
+                    self.gpu.pop(region, None)
+            elif op.action == "alloc":
+                # The arena is mapped whole at its first use and stays for the run.
+                self.host.update({"arena": self.arena_bytes} if self.arena_bytes else {region: size})
+            elif op.action == "free" and not self.arena_bytes:
+                self.host.pop(region, None)
+            gpu_peak = max(gpu_peak, sum(self.gpu.values()))
+            host_peak = max(host_peak, sum(self.host.values()))
+        return StepBytes(phase, step.name, dict(self.gpu), dict(self.host), gpu_peak, host_peak, moved)
+
+
+def price(schedule: Schedule, sizes: Mapping[Region, int], *, save: bool = True, evaluate: bool = True) -> list[StepBytes]:
+    """Bytes of start-up and of the first cycle under `sizes`, region → bytes when resident."""
+    ledger = Ledger(schedule, sizes)
+    phases: Iterable[tuple[str, Iterable[Step]]] = (
+        ("init", schedule.init),
+        ("cycle", schedule.steps(save=save, evaluate=evaluate)),
+    )
+    return [ledger.apply(phase, step) for phase, steps in phases for step in steps]

@@ -1,0 +1,1 @@
+"""Stage 4, `rllaunch train`: Ray actors, the loop over the schedule, the run directory."""

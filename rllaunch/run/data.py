@@ -1,0 +1,122 @@
+"""Prompts from JSONL files and the reward function, both checked before Ray starts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rllaunch.errors import ConfigError, DataError, RunError
+
+Reward = Callable[[str, str, str], float]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a file. `label` is what the reward compares with; empty when the line has none."""
+
+    text: str
+    label: str
+
+
+def load_prompts(path: str, where: str) -> list[Prompt]:
+    """The prompts of a JSONL file, in its order; blank lines are skipped.
+
+    Args:
+        where: who named the file, for the error.
+    Raises:
+        DataError: the file is missing or empty, or a line is not an object with a string `prompt`;
+            with the line's number.
+    """
+    file = Path(path)
+    try:
+        raw = file.read_bytes()
+    except OSError as err:
+        raise DataError(f"prompt file cannot be read: {path}: {err.strerror}", where, "check the path") from None
+    prompts = []
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        place = (f"{path}:{number}", where)
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError as err:
+            raise DataError(f"line {number} is not UTF-8: {err.reason} at byte {err.start}", place, "save the file as UTF-8") from None
+        except ValueError as err:
+            raise DataError(f"line {number} is not JSON: {err}", place, 'each line is an object such as {"prompt": "12=", "label": "21"}') from None
+        prompts.append(_prompt(row, number, place))
+    if not prompts:
+        raise DataError(f"prompt file has no prompts: {path}", where, 'write one {"prompt": …, "label": …} a line')
+    return prompts
+
+
+def _prompt(row: Any, number: int, place: tuple[str, ...]) -> Prompt:
+    if not isinstance(row, dict):
+        raise DataError(f"line {number} is {type(row).__name__}, not an object", place, 'write {"prompt": …, "label": …}')
+    if "prompt" not in row:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise DataError(f'line {number} has no "prompt" (keys: {keys})', place, 'name the text "prompt"')
+    text, label = row["prompt"], row.get("label", "")
+    if not isinstance(text, str) or not text:
+        raise DataError(f'"prompt" in line {number} is {json.dumps(text)}, not a text', place, "give a non-empty string")
+    if not isinstance(label, str):
+        raise DataError(f'"label" in line {number} is {json.dumps(label)}, not a text', place, "give a string")
+    return Prompt(text, label)
+
+
+def load_reward(target: str, where: str) -> Reward:
+    """The function a `module:function` names; modules of the current directory are found too.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such function.
+    """
+    module_name, _, name = target.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as err:
+        raise ConfigError(
+            f"reward module {module_name!r} cannot be imported: {type(err).__name__}: {err}",
+            where,
+            "name an importable module; those of the current directory are found",
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise ConfigError(f"{module_name} has no function {name!r}", where, f"it has: {known or 'none'}")
+    reward: Reward = function
+    return reward
+
+
+def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
+    """The reward of one response.
+
+    Raises:
+        RunError: the function raised, or returned something that is no finite number; with the prompt.
+    """
+    shown = (f"prompt: {prompt.text!r}", f"response: {response!r}", f"label: {prompt.label!r}", f"reward: {name}")
+    try:
+        value = reward(prompt.text, response, prompt.label)
+    except Exception as err:
+        raise RunError(
+            f"the reward function raised {type(err).__name__}: {err}",
+            shown,
+            "correct the function; --resume goes on from the last checkpoint",
+        ) from None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RunError(
+            f"the reward function returned {value!r}, not a finite number",
+            shown,
+            "correct the function; --resume goes on from the last checkpoint",
+        )
+    return number
