@@ -76,7 +76,7 @@ def kl_estimate(kind: KlKind, logp_BT: Tensor, ref_logp_BT: Tensor) -> Tensor:
         k1   logp - ref_logp       unbiased, can be negative. Right inside a reward. As a loss its
                                    gradient is 0 on average: it regularises nothing.
         k2   (logp - ref_logp)^2/2 biased, but its gradient is the KL's own.
-        k3   see `kl_k3`           unbiased and non-negative, gradient of the reverse KL.
+        k3   see `kl_k3`           unbiased and non-negative; gradient of KL(reference || policy).
 
     Raises:
         ValueError: `kind` is none of these.

@@ -37,7 +37,8 @@ def test_first_values_are_zero_and_the_head_learns_from_the_first_step() -> None
     assert torch.equal(value_BT, torch.zeros(2, 4))
     (value_BT - 1).square().mean().backward()
     gradient = critic.value_head.weight.grad
-    assert gradient is not None and gradient.abs().max().item() > 1e-3
+    assert gradient is not None
+    assert gradient.abs().max().item() > 1e-3
 
 
 def test_a_value_is_the_hidden_state_times_the_head() -> None:

@@ -1,0 +1,153 @@
+"""`rllaunch train`: resolve, check, and run the training loop under Ray."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rllaunch import console
+from rllaunch.commands import LaunchCommand, command_app, request_of
+from rllaunch.doctor.engine import exit_code, render
+from rllaunch.doctor.finding import Finding
+from rllaunch.errors import EXIT_INTERRUPTED, UsageError
+from rllaunch.pipeline import Launch, launch, resolved_json
+from rllaunch.resolve.resolve import Request
+
+app = command_app()
+
+
+@app.command(cls=LaunchCommand)
+def train(
+    ctx: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before anything starts: command, environment, schedule.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run-dir from its last checkpoint.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="End with one summary object on stdout.")] = False,
+) -> None:
+    """Resolve, check, then run the training loop under Ray.
+
+    The last line on stdout is the run directory. Ctrl-C ends everything that was started; --resume
+    goes on from the last checkpoint with the same results.
+    """
+    request = request_of(ctx)
+    if resume:
+        request = _resumed(request)
+    made = launch(request)
+    config = made.config
+    run_dir = Path(config.run.run_dir) if config.run.run_dir else _default_run_dir(made)
+    if resume:
+        from rllaunch.run.record import refuse_changes
+
+        refuse_changes(run_dir, config)
+    findings = made.findings(probe=False)
+    if not exit_code(findings) and not dry_run:
+        # The machine is looked at once the configuration is sound: only then is it known what it must have.
+        findings = made.findings(probe=True)
+        findings = [f for f in findings if not (resume and f.code == "RL504" and "already" in f.message)]
+    if dry_run or exit_code(findings):
+        if json:
+            console.data_json(_dry_json(made, findings))
+        else:
+            _show(made, findings, dry_run)
+        raise typer.Exit(exit_code(findings))
+    if findings:
+        console.say(render(findings))
+    console.say(_headline(made))
+    from rllaunch.run.start import start
+
+    try:
+        summary = start(
+            made.plugins,
+            made.resolved,
+            made.schedule(),
+            run_dir,
+            made.environment(),
+            {k: v for k, v in resolved_json(made).items() if k != "config"},
+            resume=resume,
+            say=console.say,
+        )
+    except KeyboardInterrupt as err:
+        console.say(f"interrupted ({err or 'SIGINT'}); go on with: rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    console.say(_verdict(summary))
+    if json:
+        console.data_json(summary)
+    else:
+        console.data(str(run_dir))
+
+
+def _resumed(request: Request) -> Request:
+    from rllaunch.run.record import saved_layer
+
+    given = [s for s in request.flags if s.key == "run.run_dir"]
+    if not given:
+        raise UsageError("--resume needs the run's directory", "--resume", "name it with --run-dir DIR")
+    return replace(request, base=saved_layer(Path(str(given[-1].value))))
+
+
+def _default_run_dir(made: Launch) -> Path:
+    from rllaunch.run.record import default_run_dir
+
+    return default_run_dir(made.config, datetime.now())
+
+
+def _headline(made: Launch) -> str:
+    config, options = made.config, made.schedule().options
+    slots = f"{config.cluster.num_nodes} × {config.cluster.num_gpus_per_node} {config.hardware.name}"
+    who = f"{config.trainer.backend} trainer, {config.rollout.backend} rollout"
+    algorithm = config.algorithm.advantage_estimator + (f" + LoRA {config.algorithm.lora_rank}" if config.has_lora else "")
+    backup = f", {options.buffers} backup" if options.offload_train else ""
+    handoff = f"{options.order} order, engine weights {options.weights_mode}{backup}"
+    return f"{config.model.name} on {slots}: {algorithm}, {who}; handoff in {handoff}"
+
+
+def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
+    """One screen: what was resolved, what it would do, and what is missing."""
+    errors = [f for f in findings if f.level == "error"]
+    if findings:
+        console.tinted_data(render(findings))
+        console.data("")
+    if any(f.exit_code == 3 for f in errors):
+        console.say(f"{made.config.model.name} on {made.config.hardware.name}: {len(errors)} error{'s' * (len(errors) != 1)}, nothing was started")
+        return
+    console.data(_headline(made))
+    for kind, origin in made.resolved.profiles.items():
+        console.data(f"  {kind:<9} {origin}")
+    schedule = made.schedule()
+    console.data("schedule")
+    console.data("  start-up  " + " → ".join(str(s) for s in schedule.init))
+    console.data("  cycle     " + " → ".join(str(s) for s in schedule.cycle))
+    if dry_run:
+        console.data("environment")
+        for name, value in made.environment().items():
+            console.data(f"  {name}={value}")
+        console.data("command")
+        console.data("  " + shlex.join(made.command()))
+        console.say("dry run: nothing was started" + (", the configuration is sound" if not errors else ""))
+    else:
+        console.say(f"{len(errors)} thing{'s' * (len(errors) != 1)} missing, nothing was started; --dry-run shows command and environment")
+
+
+def _dry_json(made: Launch, findings: Sequence[Finding]) -> dict[str, object]:
+    errors = [f for f in findings if f.level == "error"]
+    answer: dict[str, object] = {"ok": not errors, "findings": [f.to_json() for f in findings], "command": made.command()}
+    if not any(f.exit_code == 3 for f in errors):
+        answer |= {"environment": made.environment(), "schedule": made.schedule().to_json()}
+    return answer
+
+
+def _verdict(summary: dict[str, object]) -> str:
+    parts = [f"finished {summary['rollouts']} rollouts"]
+    for key, label in (("reward_mean", "reward"), ("exact_match", "exact match"), ("eval_exact_match", "held-out exact match")):
+        value = summary.get(key)
+        if isinstance(value, float):
+            parts.append(f"{label} {value:.3f}")
+    ratio = summary["worst_plan_ratio"]
+    assert isinstance(ratio, float), "the loop reports a ratio"
+    parts.append("memory as planned, to the byte" if ratio == 1.0 else f"memory off the plan by up to {abs(ratio - 1):.1%}")
+    return ", ".join(parts)

@@ -1,0 +1,406 @@
+"""The driver: starts or joins Ray, places the actors, runs the loop, and ends what it started.
+
+Nothing else is ended: no process is looked up by name, no cluster we joined is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot
+from rllaunch.errors import EnvironmentProblem, RllaunchError, RunError
+from rllaunch.plan.handoff import Region, Schedule
+from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.run.data import Prompt
+from rllaunch.run.loop import Loop, Progress, Watcher
+from rllaunch.run.record import RunDirectory
+
+OBJECT_STORE_BYTES = 256 * 2**20
+# Time for an actor to end by itself before it is killed, and for a local Ray to go.
+GRACE_SECONDS = 3.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM; the run can be resumed."""
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """All a run needs, resolved and checked."""
+
+    config: LaunchConfig
+    schedule: Schedule
+    trainer: BackendSpec
+    rollout: BackendSpec
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    vocabulary: str
+    max_prompt_tokens: int
+    environment: Mapping[str, str]
+    resume: bool
+
+
+def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable[[str], None]) -> Progress:
+    """Run a launch to its end.
+
+    Raises:
+        RllaunchError: what went wrong, told in its own words wherever it happened.
+        Interrupted: Ctrl-C or SIGTERM; everything we started has ended.
+    """
+    with interruptible(), local_ledgers() as ledgers, ray_session(inputs, say), actors() as started:
+        workers = _start(inputs, record, ledgers, started, say)
+        loop = Loop(
+            inputs.config,
+            inputs.schedule,
+            workers,
+            record,
+            watcher,
+            inputs.config.cluster.num_gpus_per_node or 1,
+            workers.save,
+        )
+        record.open(workers.first_rollout)
+        with told():
+            loop.start_up(workers.first_rollout)
+            return loop.run()
+
+
+class RayWorkers:
+    """Each step of the schedule as calls on the manager and the train group."""
+
+    def __init__(self, inputs: RunInputs, manager: Any, group: Any, record: RunDirectory) -> None:
+        import ray
+
+        self._ray = ray
+        self.inputs = inputs
+        self.manager = manager
+        self.group = group
+        self.record = record
+        self.first_rollout = 0
+        self.checkpoint: Path | None = None
+        self._batch: Any = None
+        if inputs.resume and (found := record.list_checkpoints()):
+            rollout_id, self.checkpoint = found[-1]
+            self.first_rollout = rollout_id + 1
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        engine: Mapping[Region, int] = self._ray.get(self.manager.region_bytes.remote())
+        return dict(engine) | dict(self.group.region_bytes())
+
+    def call(self, step: str, rollout_id: int | None, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
+        side, _, what = step.rpartition(".")
+        if side == "engine":
+            return self._ray.get(self.manager.move.remote(what)), {}
+        if step == "trainer.init":
+            return self.group.init(self.checkpoint), {}
+        if side == "trainer":
+            return self.group.move(what), {}
+        match step:
+            case "generate":
+                self._batch, answer = self.manager.generate.options(num_returns=2).remote(rollout_id, version)
+                memory, stats = self._ray.get(answer)
+                return memory, stats
+            case "train":
+                memory, metrics = self.group.train(self._batch)
+                self._batch = None
+                return memory, metrics
+            case "update_weights":
+                memory, sent = self.group.update_weights(version, self.manager)
+                return memory, {"update_bytes": sent}
+            case "eval":
+                memory, stats = self._ray.get(self.manager.evaluate.remote(version))
+                return memory, stats
+        raise RunError(f"no worker knows the step {step!r}", "", "report this: the schedule and the driver disagree")
+
+    def save(self, rollout_id: int) -> tuple[MemoryReading, Mapping[str, Any]]:
+        meta = {"vocabulary": self.inputs.vocabulary, "seed": self.inputs.config.run.seed}
+        with self.record.new_checkpoint(rollout_id, meta, self.inputs.config.run.save_total_limit) as directory:
+            memory = self.group.save(directory)
+        return memory, {}
+
+
+class ManagerActor:
+    """The rollout manager as an actor: each answer carries the memory after it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        from rllaunch.run.rollout_manager import make_manager
+
+        self.manager = make_manager(*arguments)
+
+    def start(self) -> None:
+        self.manager.start()
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        return self.manager.engines[0].region_bytes()
+
+    def move(self, what: str) -> MemoryReading:
+        """`offload_kv`, `offload_weights`, `onload_weights` or `onload_kv`."""
+        getattr(self.manager, what)()
+        return self.manager.memory()
+
+    def begin_weight_update(self, version: int) -> None:
+        self.manager.begin_weight_update(version)
+
+    def load_bucket(self, bucket: Any) -> None:
+        self.manager.load_bucket(bucket)
+
+    def end_weight_update(self, version: int) -> None:
+        self.manager.end_weight_update(version)
+
+    def generate(self, rollout_id: int, version: int) -> tuple[Any, tuple[MemoryReading, Mapping[str, Any]]]:
+        batch, stats = self.manager.generate(rollout_id, version)
+        return batch, (self.manager.memory(), stats.to_json())
+
+    def evaluate(self, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
+        stats = self.manager.evaluate(version)
+        return self.manager.memory(), stats.to_json()
+
+    def shutdown(self) -> None:
+        self.manager.shutdown()
+
+
+def _start(
+    inputs: RunInputs, record: RunDirectory, ledgers: str, started: list[Any], say: Callable[[str], None]
+) -> RayWorkers:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from rllaunch.run.placement import bundle_of, place
+    from rllaunch.run.train_group import TrainerRank, TrainGroup
+
+    config = inputs.config
+    per_node = config.cluster.num_gpus_per_node or 1
+    group, bundles = place(config)
+    started.append(group)
+    on_gpu = "GPU" in bundle_of(config)
+    slots = [
+        Slot(index, index // per_node, "cuda" if on_gpu else "cpu", ledgers) for index in range(config.world_size)
+    ]
+    context = LaunchContext(config, inputs.schedule.options, inputs.vocabulary, inputs.max_prompt_tokens, len(slots))
+
+    def at(bundle: int) -> dict[str, Any]:
+        # Both sides of a slot share its GPU, so each asks for less than half of it.
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        share = {"num_gpus": 0.4} if on_gpu else {}
+        return {"scheduling_strategy": strategy, "num_cpus": 0.4, **share}
+
+    say(f"starting {len(slots)} trainer rank{'s' if len(slots) > 1 else ''} and the rollout engines")
+    manager = (
+        ray.remote(ManagerActor)
+        .options(**at(bundles[0]))
+        .remote(context, slots, inputs.rollout.target, inputs.prompts, inputs.eval_prompts, config.task.reward)
+    )
+    started.append(manager)
+    ranks = []
+    for slot, bundle in zip(slots, bundles, strict=True):
+        ranks.append(ray.remote(TrainerRank).options(**at(bundle)).remote(context, slot, inputs.trainer.target))
+        started.append(ranks[-1])
+    with told():
+        ray.get(manager.start.remote())
+    workers = RayWorkers(inputs, manager, TrainGroup(ranks), record)
+    if inputs.resume:
+        at_checkpoint = workers.checkpoint.name if workers.checkpoint else "the beginning (no checkpoint was saved)"
+        say(f"resuming from {at_checkpoint}")
+    return workers
+
+
+@contextlib.contextmanager
+def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]:
+    """A Ray of our own on this machine, or the cluster we were told to join."""
+    address = inputs.config.cluster.ray_address or os.environ.get("RAY_ADDRESS", "")
+    # Ray prints about usage statistics and runs workers at niceness 15, which starves them on a busy machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # The warning that a future Ray will hide GPUs from workers without one; nothing here depends on it.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    local = address in ("", "local")
+    common: dict[str, Any] = {
+        "namespace": f"rllaunch-{uuid.uuid4().hex[:12]}",
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "runtime_env": {"env_vars": {**inputs.environment, "PYTHONPATH": _python_path()}},
+    }
+    say("starting Ray on this machine" if local else f"joining the Ray cluster at {address}")
+    try:
+        if local:
+            cpus = max(os.cpu_count() or 1, inputs.config.world_size + 1)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                num_cpus=cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **common,
+            )
+        else:
+            ray.init(address=address, **common)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as err:
+        first = str(err).splitlines()[0] if str(err) else type(err).__name__
+        where = f"RAY_ADDRESS={address}" if not local else "a local Ray"
+        raise EnvironmentProblem(f"Ray cannot be started or joined: {first}", where, "check the address; `ray status`") from None
+    install_handlers()
+    ours = _children()
+    try:
+        yield
+    finally:
+        with quiet_signals():
+            ray.shutdown()
+            if local:
+                _end(ours)
+
+
+@contextlib.contextmanager
+def actors() -> Iterator[list[Any]]:
+    """Actors and placement groups that are ended with the block, in reverse order."""
+    started: list[Any] = []
+    try:
+        yield started
+    finally:
+        with quiet_signals():
+            import ray
+            from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+            handles = [s for s in started if not isinstance(s, PlacementGroup)]
+            with contextlib.suppress(Exception):
+                ray.wait([h.shutdown.remote() for h in handles], num_returns=len(handles), timeout=GRACE_SECONDS)
+            for thing in reversed(started):
+                with contextlib.suppress(Exception):
+                    if isinstance(thing, PlacementGroup):
+                        remove_placement_group(thing)
+                    else:
+                        ray.kill(thing)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Errors of other processes in their own words: Ray wraps what an actor raised."""
+    from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+    try:
+        yield
+    except RllaunchError as err:
+        # Ray raises a class made of ours and its own; only ours has the three parts.
+        cause = getattr(err, "cause", None)
+        raise (cause if isinstance(cause, RllaunchError) else err) from None
+    except RayTaskError as err:
+        cause = err.cause
+        if isinstance(cause, RllaunchError):
+            raise cause from None
+        trace = str(err).strip().splitlines()
+        raise RunError(
+            f"a worker failed: {type(cause).__name__}: {cause}",
+            [line.strip() for line in trace[-4:-1]],
+            "--resume goes on from the last checkpoint",
+        ) from err
+    except (ActorDiedError, RayActorError) as err:
+        lines = str(err).strip().splitlines()
+        raise RunError(
+            "a worker process died",
+            [line.strip() for line in lines[:4]],
+            "was it killed for memory? `dmesg` and Ray's session log know; --resume goes on from the last checkpoint",
+        ) from None
+
+
+def _python_path() -> str:
+    """The import path for workers: what the environment has, with the current directory, absolute."""
+    given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join(dict.fromkeys(str(Path(p).resolve()) for p in [*given, "."]))
+
+
+@contextlib.contextmanager
+def local_ledgers() -> Iterator[str]:
+    """A directory for the pools' books and shared buffers, in memory where the machine allows it.
+
+    What earlier drivers left behind because they were killed is removed: it carries their process id.
+    """
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    prefix = f"rllaunch-{os.getuid()}-"
+    for left in base.glob(f"{prefix}*"):
+        pid = left.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            _remove(left)
+    directory = base / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    directory.mkdir(mode=0o700)
+    try:
+        yield str(directory)
+    finally:
+        _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    import shutil
+
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+# -- signals and processes -------------------------------------------------------------------------
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(signal.Signals(number).name)
+
+
+def install_handlers() -> None:
+    """Ctrl-C and SIGTERM raise `Interrupted`; ray.init puts a SIGTERM handler of its own in place."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    install_handlers()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def quiet_signals() -> Iterator[None]:
+    """While we clean up, an impatient second Ctrl-C does not stop the cleaning."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _children() -> list[Any]:
+    """Processes below this one: right after a local Ray started, its own."""
+    import psutil
+
+    found: list[Any] = psutil.Process().children(recursive=True)
+    return found
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """End processes of ours that did not end by themselves, by id (psutil knows a reused one)."""
+    import psutil
+
+    deadline = time.monotonic() + GRACE_SECONDS
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_SECONDS)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=max(0.5, deadline - time.monotonic()))

@@ -1,0 +1,161 @@
+"""The training loop: start-up once, then one cycle of the schedule a rollout.
+
+The loop knows the order only as data. It asks `Workers` for each step by name, holds what came back
+against the plan, and records both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rllaunch.backends.base import MemoryReading
+from rllaunch.plan.handoff import Region, Schedule, Step
+from rllaunch.plan.memory import Ledger, StepBytes
+from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.run.record import RunDirectory
+
+GENERATE, TRAIN, UPDATE, SAVE, EVAL = "generate", "train", "update_weights", "save", "eval"
+
+
+class Workers(Protocol):
+    """The rollout manager and the trainer, wherever they run."""
+
+    def call(self, step: str, rollout_id: int | None, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
+        """Run one step to its end: memory after it, and what it reports."""
+        ...
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        """Bytes of each region on one slot when resident, from the model's shapes."""
+        ...
+
+
+class Watcher(Protocol):
+    """Who shows the run while it goes."""
+
+    def step(self, name: str, rollout_id: int | None, memory: MemoryReading | None) -> None: ...
+
+    def rollout(self, metrics: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    next_rollout: int = 0
+    version: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    worst_plan_ratio: float = 1.0
+
+
+class Loop:
+    """Runs a schedule over the workers.
+
+    Args:
+        slots_per_node: engines and ranks that share one host.
+        save: called on save steps with the rollout's number, instead of a bare worker call.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        schedule: Schedule,
+        workers: Workers,
+        record: RunDirectory,
+        watcher: Watcher,
+        slots_per_node: int,
+        save: Callable[[int], tuple[MemoryReading, Mapping[str, Any]]],
+    ) -> None:
+        self.config = config
+        self.schedule = schedule
+        self.workers = workers
+        self.record = record
+        self.watcher = watcher
+        self.slots_per_node = slots_per_node
+        self.save = save
+        self.progress = Progress()
+        self.plan = Ledger(schedule, workers.region_bytes())
+        self._seconds: dict[str, float] = {}
+
+    def start_up(self, first_rollout: int) -> None:
+        """Bring the trainer up and the first weights to the engines."""
+        self.progress = Progress(next_rollout=first_rollout, version=first_rollout)
+        for step in self.schedule.init:
+            self._step("init", step, None, first_rollout)
+
+    def run(self) -> Progress:
+        """All remaining rollouts."""
+        while self.progress.next_rollout < self.config.run.num_rollout:
+            self.cycle(self.progress.next_rollout)
+        return self.progress
+
+    def cycle(self, rollout_id: int) -> None:
+        """Generate, hand over, train, hand back, update."""
+        run = self.config.run
+        last = rollout_id + 1 == run.num_rollout
+        save = last or (run.save_interval > 0 and (rollout_id + 1) % run.save_interval == 0)
+        evaluate = bool(self.config.task.eval_prompt_data) and (
+            last or (run.eval_interval > 0 and (rollout_id + 1) % run.eval_interval == 0)
+        )
+        metrics: dict[str, Any] = {"rollout_id": rollout_id}
+        self._seconds = {}
+        started = time.perf_counter()
+        for step in self.schedule.steps(save=save, evaluate=evaluate):
+            # Training makes the next version; what comes after it sends and uses that one.
+            version = rollout_id if step.name == GENERATE else rollout_id + 1
+            report = self._step("cycle", step, rollout_id, version)
+            if step.name == EVAL:
+                report = {f"eval_{k}": v for k, v in report.items() if k in ("reward_mean", "exact_match")}
+            metrics.update(report)
+        metrics["seconds"] = self._phases(time.perf_counter() - started)
+        self.progress.next_rollout = rollout_id + 1
+        self.progress.version = rollout_id + 1
+        self.progress.metrics = metrics
+        self.record.metrics(metrics)
+        self.watcher.rollout(metrics)
+
+    def _phases(self, whole: float) -> dict[str, float]:
+        """Seconds by phase; `handoff` is all moving of memory, `other` what no step accounts for."""
+        known = {name: self._seconds.get(name, 0.0) for name in (GENERATE, TRAIN, UPDATE, SAVE, EVAL)}
+        handoff = sum(s for name, s in self._seconds.items() if name not in known)
+        return {k: round(v, 6) for k, v in {**known, "handoff": handoff, "step": whole}.items()}
+
+    def _step(self, phase: str, step: Step, rollout_id: int | None, version: int) -> Mapping[str, Any]:
+        self.watcher.step(step.name, rollout_id, None)
+        started = time.perf_counter()
+        if step.name == SAVE and rollout_id is not None:
+            memory, report = self.save(rollout_id)
+        else:
+            memory, report = self.workers.call(step.name, rollout_id, version)
+        seconds = time.perf_counter() - started
+        self._seconds[step.name] = self._seconds.get(step.name, 0.0) + seconds
+        self.watcher.step(step.name, rollout_id, memory)
+        planned = self.plan.apply(phase, step)
+        self.record.event(self._event(step, rollout_id, seconds, memory, planned))
+        return report
+
+    def _event(
+        self, step: Step, rollout_id: int | None, seconds: float, memory: MemoryReading, planned: StepBytes
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "rollout_id": rollout_id,
+            "step": step.name,
+            "seconds": round(seconds, 6),
+            "bytes_moved": planned.bytes_moved,
+            "gpu_bytes": memory.gpu_bytes,
+            "host_bytes": memory.host_bytes,
+            "gpu_peak_bytes": memory.gpu_peak_bytes,
+            "host_peak_bytes": memory.host_peak_bytes,
+            "planned_gpu_bytes": planned.gpu_total,
+            "planned_host_bytes": planned.host_total * self.slots_per_node,
+            "planned_gpu_peak_bytes": planned.gpu_peak,
+            "planned_host_peak_bytes": planned.host_peak * self.slots_per_node,
+        }
+        for tier in ("gpu", "host"):
+            measured, expected = row[f"{tier}_bytes"], row[f"planned_{tier}_bytes"]
+            if expected and abs(measured / expected - 1) > abs(self.progress.worst_plan_ratio - 1):
+                self.progress.worst_plan_ratio = measured / expected
+        return row
+

@@ -1,0 +1,219 @@
+"""The run directory: config, events, metrics, checkpoints. Whatever is in it is whole.
+
+    config.json      the resolved config, as every process got it
+    launch.json      origins, the explicit command, versions
+    events.jsonl     one object a step of the schedule
+    metrics.jsonl    one object a rollout
+    checkpoints/     rollout_000050/ …, each renamed into place when it is complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from rllaunch.errors import ConfigError, EnvironmentProblem, RunError
+from rllaunch.resolve.resolve import Layer, Setting, flatten
+from rllaunch.resolve.schema import LaunchConfig
+
+CHECKPOINT = "rollout_{:06d}"
+
+
+@dataclass
+class RunDirectory:
+    """The files of one run; open once a run starts or resumes."""
+
+    path: Path
+    observers: list[tuple[str, Any]] = field(default_factory=list)
+    complain: Callable[[str], None] = lambda text: None
+    _events: IO[str] | None = None
+    _metrics: IO[str] | None = None
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def create(self, config: LaunchConfig, launch: Mapping[str, Any]) -> None:
+        """Make the directory and write what the run is.
+
+        Raises:
+            EnvironmentProblem: it cannot be written.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config_file, json.dumps(config.model_dump(mode="json"), indent=2))
+            write_atomically(self.path / "launch.json", json.dumps(launch, indent=2))
+        except OSError as err:
+            raise EnvironmentProblem(
+                f"the run directory cannot be written: {self.path}: {err.strerror}", "run.run_dir", "choose another --run-dir"
+            ) from None
+
+    def open(self, first_rollout: int) -> None:
+        """Open events and metrics for appending, cut back to what lies before `first_rollout`."""
+        for name in ("events.jsonl", "metrics.jsonl"):
+            _cut(self.path / name, first_rollout)
+        self._events = (self.path / "events.jsonl").open("a", encoding="utf-8")
+        self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def event(self, row: Mapping[str, Any]) -> None:
+        assert self._events is not None, "events are written between open and close"
+        _append(self._events, row)
+        self._tell("on_event", row)
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        assert self._metrics is not None, "metrics are written between open and close"
+        _append(self._metrics, row)
+        self._tell("on_metrics", row)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        for stream in (self._events, self._metrics):
+            if stream:
+                stream.close()
+        self._tell("on_end", summary)
+
+    def _tell(self, moment: str, row: Mapping[str, Any]) -> None:
+        for label, observer in list(self.observers):
+            try:
+                getattr(observer, moment, lambda _: None)(row)
+            except Exception as err:
+                self.observers.remove((label, observer))
+                self.complain(f"warning: observer of plugin {label} failed and is left out: {type(err).__name__}: {err}")
+
+    @contextmanager
+    def new_checkpoint(self, rollout_id: int, meta: Mapping[str, Any], keep: int) -> Iterator[Path]:
+        """A directory to fill; it gets its name when the block ends well, and older ones beyond `keep` go."""
+        name = CHECKPOINT.format(rollout_id)
+        staging = self.checkpoints / f".{name}.{os.getpid()}"
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            staging.mkdir(parents=True)
+            yield staging
+            write_atomically(staging / "meta.json", json.dumps(dict(meta) | {"rollout_id": rollout_id}, indent=2))
+            _sync_tree(staging)
+            final = self.checkpoints / name
+            if final.exists():
+                shutil.rmtree(final)
+            staging.rename(final)
+            _sync(self.checkpoints)
+        except OSError as err:
+            raise RunError(
+                f"the checkpoint of rollout {rollout_id} cannot be written: {err.strerror or err}",
+                str(self.checkpoints),
+                "free some space; --resume goes on from the checkpoint before",
+            ) from None
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        for _, old in self.list_checkpoints()[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def list_checkpoints(self) -> list[tuple[int, Path]]:
+        """Complete checkpoints, oldest first."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = []
+        for entry in self.checkpoints.iterdir():
+            if entry.name.startswith("rollout_") and (entry / "meta.json").is_file():
+                found.append((int(entry.name.removeprefix("rollout_")), entry))
+        return sorted(found)
+
+
+def default_run_dir(config: LaunchConfig, now: datetime) -> Path:
+    return Path("runs") / f"{config.model.name}-{config.hardware.name}-{now:%Y%m%d-%H%M%S}"
+
+
+def saved_layer(run_dir: Path) -> Layer:
+    """The config of a run that is resumed, as a layer below the flags.
+
+    Raises:
+        ConfigError: there is no run in that directory, or its config cannot be read.
+    """
+    file = run_dir / "config.json"
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no run to resume in {run_dir}", str(file), "name the directory of a run with --run-dir") from None
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"the run's config cannot be read: {err}", str(file), "restore the file") from None
+    settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v is not None and not (v == {} and "." in k)]
+    return Layer("run", tuple(settings))
+
+
+# What may differ between a run and its resumption without changing what it computes.
+_FREE_ON_RESUME = ("run.num_rollout", "run.save_interval", "run.save_total_limit", "run.eval_interval", "run.run_dir")
+_FREE_SECTIONS = ("handoff", "pools", "env")
+
+
+def refuse_changes(run_dir: Path, config: LaunchConfig) -> None:
+    """Raises ConfigError if the config differs from the run's own in what decides its results."""
+    saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    now = config.model_dump(mode="json")
+    changed = []
+    for section, values in now.items():
+        for key, value in values.items():
+            dotted = f"{section}.{key}"
+            free = section in _FREE_SECTIONS or dotted in (*_FREE_ON_RESUME, "run.allow", "run.disk_reserve_bytes", "cluster.ray_address")
+            before = saved.get(section, {}).get(key)
+            if not free and before != value:
+                changed.append(f"{dotted} was {before!r}, is {value!r}")
+    if changed:
+        raise ConfigError(
+            "a resumed run keeps what decides its results",
+            (*changed, f"the run's own: {run_dir / 'config.json'}"),
+            "leave these flags out, or start a new run",
+        )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    with staging.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    staging.replace(path)
+
+
+def _append(stream: IO[str], row: Mapping[str, Any]) -> None:
+    # One write a line: a reader, or a kill, never sees half of one.
+    stream.write(json.dumps(row) + "\n")
+    stream.flush()
+
+
+def _cut(path: Path, first_rollout: int) -> None:
+    """Keep the rows of rollouts before `first_rollout`; start-up's rows go, it happens again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rollout_id = json.loads(line).get("rollout_id")
+        except ValueError:
+            continue
+        if rollout_id is not None and rollout_id < first_rollout:
+            kept.append(line + "\n")
+    write_atomically(path, "".join(kept))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(root: Path) -> None:
+    for file in root.rglob("*"):
+        if file.is_file():
+            _sync(file)
+    _sync(root)

@@ -1,0 +1,141 @@
+"""The trainer: one Ray actor a rank, called all at the same moment."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rllaunch.backends.base import (
+    BackendSpec,
+    Bucket,
+    LaunchContext,
+    MemoryReading,
+    RankInfo,
+    Slot,
+    TrainBatch,
+    TrainerBackend,
+)
+from rllaunch.errors import RunError
+from rllaunch.plan.handoff import Region
+
+
+class ManagerSink:
+    """Sends an update's buckets to the rollout manager's engines.
+
+    An engine that refuses is an error here: a launcher that goes on after a refused update trains
+    against stale weights.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def begin_weight_update(self, version: int) -> None:
+        ray.get(self._manager.begin_weight_update.remote(version))
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        ray.get(self._manager.load_bucket.remote(bucket))
+
+    def end_weight_update(self, version: int) -> None:
+        ray.get(self._manager.end_weight_update.remote(version))
+
+
+class TrainerRank:
+    """One rank, in its own process."""
+
+    def __init__(self, context: LaunchContext, slot: Slot, target: str) -> None:
+        self.context = context
+        self.backend: TrainerBackend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        return self.backend.region_bytes()
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 listens: this node's address and a port that is free now."""
+        host = ray.util.get_node_ip_address()
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind((host, 0))
+            return host, int(probe.getsockname()[1])
+
+    def init(self, rank: RankInfo, checkpoint: str | None) -> MemoryReading:
+        self.backend.init(rank)
+        if checkpoint is not None:
+            self.backend.load(checkpoint)
+        return self.backend.memory()
+
+    def onload(self) -> MemoryReading:
+        self.backend.onload()
+        return self.backend.memory()
+
+    def offload(self) -> MemoryReading:
+        self.backend.offload()
+        return self.backend.memory()
+
+    def clear_memory(self) -> MemoryReading:
+        self.backend.clear_memory()
+        return self.backend.memory()
+
+    def train(self, batch: TrainBatch) -> tuple[MemoryReading, Mapping[str, float]]:
+        metrics = self.backend.train(batch).values
+        return self.backend.memory(), metrics
+
+    def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
+        sent = self.backend.update_weights(version, ManagerSink(manager))
+        return self.backend.memory(), sent
+
+    def save(self, directory: str) -> MemoryReading:
+        self.backend.save(directory)
+        return self.backend.memory()
+
+    def shutdown(self) -> None:
+        self.backend.shutdown()
+
+
+class TrainGroup:
+    """All ranks; each call returns when the last rank has."""
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self.ranks = list(ranks)
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        sizes: Mapping[Region, int] = ray.get(self.ranks[0].region_bytes.remote())
+        return sizes
+
+    def init(self, checkpoint: Path | None) -> MemoryReading:
+        host, port = ray.get(self.ranks[0].address.remote())
+        infos = [RankInfo(rank, len(self.ranks), host, port) for rank in range(len(self.ranks))]
+        path = str(checkpoint) if checkpoint else None
+        return _worst(ray.get([a.init.remote(i, path) for a, i in zip(self.ranks, infos, strict=True)]))
+
+    def move(self, what: str) -> MemoryReading:
+        """`onload`, `offload` or `clear_memory` on every rank."""
+        return _worst(ray.get([getattr(actor, what).remote() for actor in self.ranks]))
+
+    def train(self, batch: Any) -> tuple[MemoryReading, Mapping[str, float]]:
+        """Train on a rollout that lies in the object store; it is not copied through the driver."""
+        answers = ray.get([actor.train.remote(batch) for actor in self.ranks])
+        metrics: Mapping[str, float] = answers[0][1]
+        return _worst([memory for memory, _ in answers]), metrics
+
+    def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
+        answers = ray.get([actor.update_weights.remote(version, manager) for actor in self.ranks])
+        if not answers[0][1]:
+            raise RunError(f"the update to version {version} sent nothing", "", "report this: rank 0 must send the weights")
+        return _worst([memory for memory, _ in answers]), answers[0][1]
+
+    def save(self, directory: Path) -> MemoryReading:
+        return _worst(ray.get([actor.save.remote(str(directory)) for actor in self.ranks]))
+
+
+def _worst(readings: Sequence[MemoryReading]) -> MemoryReading:
+    """The fullest GPU and node of all ranks' readings."""
+    return MemoryReading(
+        max(r.gpu_bytes for r in readings),
+        max(r.host_bytes for r in readings),
+        max(r.gpu_peak_bytes for r in readings),
+        max(r.host_peak_bytes for r in readings),
+    )
