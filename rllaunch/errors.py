@@ -7,7 +7,7 @@ carries exceptions between processes).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
@@ -88,10 +88,13 @@ class DataError(ConfigError):
 
 
 def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
-    """A hint naming the nearest of `known`, or all of them when none is near."""
+    """A hint naming the nearest of `known`, several only if they are about as near; else all of them."""
     names = sorted(set(known))
     by_fold = {n.casefold(): n for n in names}
-    near = get_close_matches(name.casefold(), list(by_fold), n=3, cutoff=0.6)
+    given = name.casefold()
+    near = get_close_matches(given, list(by_fold), n=3, cutoff=0.6)
+    ratios = {n: SequenceMatcher(None, n, given).ratio() for n in near}
+    near = [n for n in near if ratios[n] > max(ratios.values()) - 0.05]
     if near:
         return "did you mean " + " or ".join(repr(by_fold[n]) for n in near) + "?"
     return f"{what}: {', '.join(names)}" if names else f"{what}: none"

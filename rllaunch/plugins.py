@@ -37,7 +37,8 @@ class PluginInfo:
 
     @property
     def label(self) -> str:
-        return f"{self.name} {self.version}"
+        """Name and version as origins show it; rllaunch's own profiles are rllaunch's."""
+        return f"{self.name.partition(':')[0]} {self.version}"
 
 
 @dataclass

@@ -22,7 +22,9 @@ def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.
     rules = found.rules()
     rows = []
     for info in found.infos.values():
-        brought = [f"{p.kind} {p.name}" for p in profiles if p.plugin == info.label]
+        # rllaunch itself is two plugins of one label: its code, and its profiles.
+        brings_profiles = {"profile_dirs", "profiles"} & set(info.hooks)
+        brought = [f"{p.kind} {p.name}" for p in profiles if brings_profiles and p.plugin == info.label]
         rows.append(
             {
                 "name": info.name,
@@ -30,7 +32,7 @@ def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.
                 "module": info.module,
                 "hooks": list(info.hooks),
                 "profiles": brought,
-                "rules": [r.code for r in rules if r.plugin == info.label],
+                "rules": [r.code for r in rules if "rules" in info.hooks and r.plugin == info.label],
                 "error": info.error,
             }
         )

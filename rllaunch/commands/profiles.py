@@ -12,7 +12,7 @@ from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.pipeline import plugin_findings
 from rllaunch.plugins import load_plugins
 from rllaunch.resolve.origins import show_value
-from rllaunch.resolve.profiles import KINDS, Profile
+from rllaunch.resolve.profiles import KINDS, Profile, nearest_profile
 
 app = command_app()
 
@@ -81,10 +81,8 @@ def _find(name: str, kind: str) -> Profile:
         return matches[0]
     if matches:
         raise UsageError(f"{name!r} is {' and '.join(p.kind for p in matches)}", "", "say which with --kind")
-    known = [n for p in store.profiles if p.kind in kinds for n in (p.name, *p.aliases)]
-    near = did_you_mean(name, known)
-    hint = near if near.startswith("did you mean") else "`rllaunch profiles list` shows them all"
-    raise ConfigError(f"unknown profile {name!r}", "", hint)
+    hint = nearest_profile(name, [p for p in store.profiles if p.kind in kinds])
+    raise ConfigError(f"unknown profile {name!r}", "", hint or "`rllaunch profiles list` shows them all")
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

@@ -160,9 +160,9 @@ def _cgroup_limits(procfs: Path, sysfs: Path) -> Iterator[tuple[int, str]]:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
-            mounts, file, version = (root, root / "unified"), "memory.max", "v2"
+            mounts, file, version = [root, root / "unified"], "memory.max", "v2"
         elif "memory" in controllers.split(","):
-            mounts, file, version = (root / controllers,), "memory.limit_in_bytes", "v1"
+            mounts, file, version = [root / controllers], "memory.limit_in_bytes", "v1"
         else:
             continue
         for mount in mounts:

@@ -11,7 +11,7 @@ No code and no conditionals: a second case is a second profile that `extends` th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -191,10 +191,7 @@ class ProfileStore:
         for profile in self.of_kind(kind):
             if name.casefold() in _names(profile):
                 return self._extended(profile, ())
-        known = [n for p in self.of_kind(kind) for n in (p.name, *p.aliases)]
-        hint = did_you_mean(name, known)
-        if hint.startswith("known"):
-            hint = f"known: {', '.join(p.name for p in self.of_kind(kind))}"
+        hint = nearest_profile(name, self.of_kind(kind)) or f"known: {', '.join(p.name for p in self.of_kind(kind))}"
         raise ConfigError(f"unknown {kind} profile {name!r}", where, hint)
 
     def cell(self, model: str, hardware: str) -> Profile | None:
@@ -233,3 +230,12 @@ class ProfileStore:
 def _names(profile: Profile) -> set[str]:
     names: Iterable[str] = (profile.name, *profile.aliases)
     return {n.casefold() for n in names}
+
+
+def nearest_profile(name: str, profiles: Sequence[Profile]) -> str:
+    """A hint naming the nearest profiles, by name before by alias; empty when none is near."""
+    for known in ([p.name for p in profiles], [a for p in profiles for a in p.aliases]):
+        hint = did_you_mean(name, known)
+        if hint.startswith("did you mean"):
+            return hint
+    return ""

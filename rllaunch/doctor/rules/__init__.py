@@ -1,1 +1,43 @@
 """The rules that ship with rllaunch: one small file a family, each with its cases as data."""
+
+from rllaunch.doctor.rules import (
+    allocator,
+    backends,
+    batches,
+    cluster,
+    colocation,
+    embedded,
+    engines,
+    gpu_order,
+    groups,
+    heads,
+    prompts,
+    release,
+    run_dir,
+    sampling,
+    shared_memory,
+    stages,
+    task,
+    weights,
+)
+
+FAMILIES = (
+    gpu_order,
+    release,
+    colocation,
+    groups,
+    engines,
+    stages,
+    heads,
+    batches,
+    sampling,
+    allocator,
+    weights,
+    embedded,
+    task,
+    backends,
+    cluster,
+    run_dir,
+    shared_memory,
+    prompts,
+)

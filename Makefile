@@ -1,0 +1,57 @@
+# rllaunch. `make` lists the targets.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Pins a torch that fits a machine without a GPU; `make CONSTRAINTS= install` takes the newest of everything.
+CONSTRAINTS ?= constraints/cpu.txt
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-slow lint type bench docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## Make the virtual environment and install rllaunch into it
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rllaunch needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
+	@echo "installing rllaunch and what it needs (torch and ray are large: a minute or two) …"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed plugins/rllaunch-example/pyproject.toml
+	@echo "installing what the tests need …"
+	$(PIP) -e '.[test]'
+	$(PIP) --no-deps -e plugins/rllaunch-example
+	@touch $@
+
+train: $(VENV)/.installed ## Watch a policy learn on this machine (ARGS="--num-rollout 50" …)
+	$(BIN)/rllaunch train --model tiny --hardware cpu $(ARGS)
+
+test: $(VENV)/.installed-test ## Everything that runs without a GPU (ARGS="-k handoff" …)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-test ## The tests that take minutes: learning on three seeds
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.installed-test ## ruff, and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+type: $(VENV)/.installed-test ## mypy --strict
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-test ## Start-up times, the loop's own overhead, bytes a second of a handoff
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+docs: $(VENV)/.installed-test ## Write the generated parts of docs/ again (keys, rules)
+	$(BIN)/python docs/generate.py
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

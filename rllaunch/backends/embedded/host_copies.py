@@ -1,0 +1,209 @@
+"""Where offloaded state waits on the host: buffers of one's own, or one arena that trainer and engine use in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rllaunch.backends.base import Slot
+from rllaunch.backends.embedded.pool import FlatBuffer, Pool
+from rllaunch.backends.embedded.shared_file import SharedFile
+from rllaunch.errors import RunError
+from rllaunch.plan.handoff import Region
+
+
+class HostCopies(Protocol):
+    """Host copies of one owner's regions, all contents as flat uint8 tensors."""
+
+    def store(self, region: Region, device_bytes: Tensor) -> None:
+        """Allocate the host copy (where it is not kept) and fill it from the device."""
+        ...
+
+    def restore(self, region: Region, device_bytes: Tensor) -> None:
+        """Fill the device from the host copy and free that (where it is not kept)."""
+        ...
+
+    def read(self, region: Region) -> Tensor:
+        """The host copy as it lies; an error where there is none."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class OwnCopies:
+    """A host buffer for each region.
+
+    Args:
+        is_retained: allocated at the first store and kept; else at each store, and freed at each restore.
+    """
+
+    def __init__(
+        self, pool: Pool, owner: str, sizes: Mapping[Region, int], *, is_retained: bool, is_pinned: bool = False
+    ) -> None:
+        self.is_retained = is_retained
+        buffer_class = _PinnedBuffer if is_pinned else FlatBuffer
+        self._buffers: dict[Region, FlatBuffer] = {r: buffer_class(pool, owner, r, n) for r, n in sizes.items()}
+        # A retained buffer stays allocated while the device content moves on; then it is only memory.
+        self._is_current: dict[Region, bool] = dict.fromkeys(sizes, False)
+
+    def store(self, region: Region, device_bytes: Tensor) -> None:
+        buffer = self._buffers[region]
+        if not buffer.is_resident:
+            buffer.allocate()
+        buffer.bytes.copy_(device_bytes)
+        self._is_current[region] = True
+
+    def restore(self, region: Region, device_bytes: Tensor) -> None:
+        device_bytes.copy_(self.read(region))
+        self._is_current[region] = False
+        if not self.is_retained:
+            self._buffers[region].free()
+
+    def read(self, region: Region) -> Tensor:
+        buffer = self._buffers[region]
+        if not self._is_current[region]:
+            raise RunError(f"{buffer.owner}: the host holds no current copy of {region}")
+        return buffer.bytes
+
+    def shutdown(self) -> None:
+        for region, buffer in self._buffers.items():
+            self._is_current[region] = False
+            if buffer.is_resident:
+                buffer.free()
+
+
+class Arena:
+    """One host memory that a slot's trainer and engine use in turn; mapped whole at its first use and kept.
+
+    Its first page says who holds it and which regions lie in it whole, so that a wrong order of steps is an
+    error in the process that makes it, not a model that trains on another's bytes.
+
+    Args:
+        nbytes: the larger of the trainer's backup and the engine's mirror; charged once to `pool`.
+    """
+
+    _PAGE_BYTES = 4096
+
+    def __init__(self, slot: Slot, pool: Pool, nbytes: int, *, is_pinned: bool = False) -> None:
+        self.name = f"slot{slot.index}"
+        self.nbytes = nbytes
+        self._path = Path(slot.ledger_dir) / f"arena-{slot.index}.bin"
+        self._pool = pool
+        self._is_pinned = is_pinned
+        self._file: SharedFile | None = None
+
+    def claim(self, owner: str, region: Region) -> None:
+        """`owner` is about to overwrite `region`.
+
+        Raises:
+            RunError: another owner's content lies in the arena.
+        """
+        with self._marker() as marker:
+            if marker["holder"] not in ("", owner):
+                raise RunError(
+                    f"the arena of {self.name} holds {', '.join(marker['whole'])} of {marker['holder']}; "
+                    f"{region} of {owner} would overwrite it",
+                    fix="offload and onload in the order of the schedule",
+                )
+            marker["holder"] = owner
+            marker["whole"] = [r for r in marker["whole"] if r != region]
+
+    def mark_whole(self, owner: str, region: Region) -> None:
+        with self._marker() as marker:
+            assert marker["holder"] == owner, "a region is marked whole by the owner that claimed the arena"
+            marker["whole"].append(region)
+
+    def give_back(self, owner: str, region: Region) -> None:
+        """`region` is no longer needed; with the last one the arena is free for the other owner."""
+        self.require(owner, region)
+        with self._marker() as marker:
+            marker["whole"].remove(region)
+            if not marker["whole"]:
+                marker["holder"] = ""
+
+    def require(self, owner: str, region: Region) -> None:
+        """
+        Raises:
+            RunError: `region` of `owner` does not lie in the arena whole.
+        """
+        with self._marker() as marker:
+            if marker["holder"] != owner or region not in marker["whole"]:
+                held = f"{', '.join(marker['whole']) or 'nothing whole'} of {marker['holder'] or 'nobody'}"
+                raise RunError(f"the arena of {self.name} does not hold {region} of {owner}; it holds {held}")
+
+    def content(self) -> Tensor:
+        return self._mapped().bytes[self._PAGE_BYTES :]
+
+    def shutdown(self) -> None:
+        """Remove the file and its entry in the books, if this process used it; harmless when another did so before."""
+        if self._file is None:
+            return
+        self._file.remove()
+        self._file = None
+        if (self.name, "arena") in self._pool.entries():
+            self._pool.release(self.name, "arena")
+
+    def _mapped(self) -> SharedFile:
+        if self._file is None:
+            is_new = self._pool.charge_once(self.name, "arena", self.nbytes)
+            try:
+                self._file = SharedFile(self._path, self._PAGE_BYTES + self.nbytes)
+            except RunError:
+                if is_new:
+                    self._pool.release(self.name, "arena")
+                raise
+            if self._is_pinned:
+                _pin(self._file.bytes)
+        return self._file
+
+    @contextlib.contextmanager
+    def _marker(self) -> Iterator[dict[str, object] | dict[str, str] | dict[str, list[str]]]:
+        page = self._mapped().bytes[: self._PAGE_BYTES].numpy()
+        fd = os.open(self._path, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            text = page.tobytes().rstrip(b"\0")
+            marker = json.loads(text) if text else {"holder": "", "whole": []}
+            yield marker
+            text = json.dumps(marker).encode().ljust(self._PAGE_BYTES, b"\0")
+            page[:] = memoryview(text)
+        finally:
+            os.close(fd)
+
+
+class ArenaCopies:
+    """Host copies of one owner in a shared arena, one region after another from its start."""
+
+    def __init__(self, arena: Arena, owner: str, sizes: Mapping[Region, int]) -> None:
+        self._arena = arena
+        self._owner = owner
+        self._span: dict[Region, slice] = {}
+        end = 0
+        for region, nbytes in sizes.items():
+            self._span[region] = slice(end, end + nbytes)
+            end += nbytes
+        assert end <= arena.nbytes, "an arena has room for each of its owners"
+
+    def store(self, region: Region, device_bytes: Tensor) -> None:
+        self._arena.claim(self._owner, region)
+        self._arena.content()[self._span[region]].copy_(device_bytes)
+        self._arena.mark_whole(self._owner, region)
+
+    def restore(self, region: Region, device_bytes: Tensor) -> None:
+        device_bytes.copy_(self.read(region))
+        self._arena.give_back(self._owner, region)
+
+    def read(self, region: Region) -> Tensor:
+        self._arena.require(self._owner, region)
+        return self._arena.content()[self._span[region]]
+
+    def shutdown(self) -> None:
+        self._arena.shutdown()

@@ -1,0 +1,71 @@
+"""What `gpu` order of the handoff needs: both offloads, no critic, no LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.doctor.numbers import either, undo
+from rllaunch.resolve.origins import Resolved
+
+PEAK = "handoff.colocate_memory_peak_device"
+IN_CPU_ORDER = "--colocate-memory-peak-device cpu"
+
+
+def _is_gpu_order(resolved: Resolved) -> bool:
+    # `auto` only ever chooses among the orders that are legal.
+    return resolved.config.handoff.colocate_memory_peak_device == "gpu"
+
+
+def _check_offloads(resolved: Resolved) -> Iterator[Finding]:
+    flags = {"handoff.offload_train": "--offload-train", "handoff.offload_rollout": "--offload-rollout"}
+    missing = [key for key in flags if not resolved.value(key)]
+    if _is_gpu_order(resolved) and missing:
+        back_on = " and ".join(undo(resolved, key, True, flags[key]) for key in missing)
+        yield OFFLOADS.error(
+            resolved,
+            "gpu order needs both offloads on",
+            [PEAK, *missing],
+            either(back_on.replace(" and remove ", " and "), IN_CPU_ORDER),
+        )
+
+
+def _check_critic(resolved: Resolved) -> Iterator[Finding]:
+    if _is_gpu_order(resolved) and resolved.config.has_critic:
+        yield CRITIC.error(
+            resolved,
+            "gpu order cannot run with a critic",
+            [PEAK, "algorithm.advantage_estimator"],
+            either(IN_CPU_ORDER, "--advantage-estimator grpo"),
+        )
+
+
+def _check_lora(resolved: Resolved) -> Iterator[Finding]:
+    if _is_gpu_order(resolved) and resolved.config.has_lora:
+        yield LORA.error(
+            resolved,
+            "gpu order cannot run with LoRA",
+            [PEAK, "algorithm.lora_rank"],
+            either(IN_CPU_ORDER, "--lora-rank 0"),
+        )
+
+
+OFFLOADS = Rule(
+    code="RL301",
+    name="gpu order needs both offloads",
+    reason="a side that is never offloaded leaves no room in which the other could wake first (radixark/miles#2781)",
+    check=_check_offloads,
+)
+CRITIC = Rule(
+    code="RL302",
+    name="gpu order runs without a critic",
+    reason="a second trained model would wake beside the engine's weights (radixark/miles#2781)",
+    check=_check_critic,
+)
+LORA = Rule(
+    code="RL303",
+    name="gpu order runs without LoRA",
+    reason="the gradient buffers of a LoRA trainer stay on the GPU beside the engine's weights (radixark/miles#3100)",
+    check=_check_lora,
+)
+RULES = (OFFLOADS, CRITIC, LORA)
