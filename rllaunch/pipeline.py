@@ -75,10 +75,16 @@ def launch(request: Request) -> Launch:
 
 
 def plugin_findings(plugins: Plugins) -> list[Finding]:
-    """What plugins and profiles got wrong. A broken plugin is no reason not to run what does not need it."""
+    """What plugins and profiles got wrong.
+
+    A broken guest is a warning: no reason not to run what does not need it. rllaunch's own is an error.
+    """
     problems: Sequence[RllaunchError] = [*plugins.problems, *plugins.profiles().problems]
     unique = {str(p): p for p in problems}
-    return [Finding("RL010", "warning", p.what, p.where, p.fix) for p in unique.values()]
+    own = f"plugin {plugins.infos['rllaunch'].label} "
+    return [
+        Finding("RL010", "error" if p.what.startswith(own) else "warning", p.what, p.where, p.fix) for p in unique.values()
+    ]
 
 
 def resolved_json(launch: Launch) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def digits_in_place(prompt: str, response: str, label: str) -> float:
     """Share of right characters from 0 to 1: those of the label in their places, and the end in its place.
@@ -17,3 +19,13 @@ def digits_in_place(prompt: str, response: str, label: str) -> float:
     right = sum(response[place : place + 1] == character for place, character in enumerate(label))
     ends_in_place = len(response) == len(label)
     return (right + ends_in_place) / (len(label) + 1)
+
+
+def last_number(prompt: str, response: str, label: str) -> float:
+    """1 if the last number of the response is the label's, else 0.
+
+    Thousands commas are ignored; a minus sign counts only where no digit or letter stands before it, so that
+    `7-5` ends with 5 and `= -5` with −5. A response without a number earns 0.
+    """
+    numbers = re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?|\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3}\b)", "", response))
+    return float(bool(numbers) and float(numbers[-1]) == float(label))

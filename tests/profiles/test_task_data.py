@@ -93,3 +93,36 @@ def test_a_reward_lies_between_0_and_1_and_is_1_for_the_label_only(response, lab
     reward = digits_in_place("", response, label)
     assert 0.0 <= reward <= 1.0
     assert (reward == 1.0) == (response == label)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("37 + 58 = 95", "95", 1.0),
+        ("The answer is 95.", "95", 1.0),
+        ("95", "95", 1.0),
+        ("It is 95, not 96", "95", 0.0),
+        ("so 12 - 40 = -28", "-28", 1.0),
+        ("7-5", "5", 1.0),
+        ("1,204", "1204", 1.0),
+        ("95.0", "95", 1.0),
+        ("no idea", "95", 0.0),
+        ("", "95", 0.0),
+    ],
+)
+def test_last_number_reads_the_last_number(response, label, reward):
+    from rllaunch_profiles.rewards import last_number
+
+    assert last_number("What is it?", response, label) == reward
+
+
+def test_arithmetic_labels_are_right_and_nothing_is_held_out_twice():
+    import re
+
+    train, held_out = (lines_of("arithmetic", key) for key in ("prompt_data", "eval_prompt_data"))
+    assert (len(train), len(held_out)) == (2000, 200)
+    for line in [*train, *held_out]:
+        a, sign, b = re.match(r"What is (\d+) (.) (\d+)\?", line["prompt"]).groups()
+        value = {"+": int(a) + int(b), "-": int(a) - int(b), "×": int(a) * int(b)}[sign]
+        assert line["label"] == str(value)
+    assert len({line["prompt"] for line in [*train, *held_out]}) == 2200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -80,6 +80,13 @@ class OwnCopies:
                 buffer.free()
 
 
+@dataclass
+class _Marker:
+    holder: str = ""
+    whole: list[str] = field(default_factory=list)
+    """Regions of the holder whose content is complete."""
+
+
 class Arena:
     """One host memory that a slot's trainer and engine use in turn; mapped whole at its first use and kept.
 
@@ -107,27 +114,27 @@ class Arena:
             RunError: another owner's content lies in the arena.
         """
         with self._marker() as marker:
-            if marker["holder"] not in ("", owner):
+            if marker.holder not in ("", owner):
                 raise RunError(
                     f"the arena of {self.name} holds {', '.join(marker['whole'])} of {marker['holder']}; "
                     f"{region} of {owner} would overwrite it",
                     fix="offload and onload in the order of the schedule",
                 )
-            marker["holder"] = owner
-            marker["whole"] = [r for r in marker["whole"] if r != region]
+            marker.holder = owner
+            marker.whole = [r for r in marker.whole if r != region]
 
     def mark_whole(self, owner: str, region: Region) -> None:
         with self._marker() as marker:
-            assert marker["holder"] == owner, "a region is marked whole by the owner that claimed the arena"
-            marker["whole"].append(region)
+            assert marker.holder == owner, "a region is marked whole by the owner that claimed the arena"
+            marker.whole.append(region)
 
     def give_back(self, owner: str, region: Region) -> None:
         """`region` is no longer needed; with the last one the arena is free for the other owner."""
         self.require(owner, region)
         with self._marker() as marker:
-            marker["whole"].remove(region)
-            if not marker["whole"]:
-                marker["holder"] = ""
+            marker.whole.remove(region)
+            if not marker.whole:
+                marker.holder = ""
 
     def require(self, owner: str, region: Region) -> None:
         """
@@ -135,7 +142,7 @@ class Arena:
             RunError: `region` of `owner` does not lie in the arena whole.
         """
         with self._marker() as marker:
-            if marker["holder"] != owner or region not in marker["whole"]:
+            if marker.holder != owner or region not in marker.whole:
                 held = f"{', '.join(marker['whole']) or 'nothing whole'} of {marker['holder'] or 'nobody'}"
                 raise RunError(f"the arena of {self.name} does not hold {region} of {owner}; it holds {held}")
 
@@ -165,18 +172,15 @@ class Arena:
         return self._file
 
     @contextlib.contextmanager
-    def _marker(self) -> Iterator[dict[str, object] | dict[str, str] | dict[str, list[str]]]:
+    def _marker(self) -> Iterator[_Marker]:
+        """The marker under a lock; changes to it are written unless the block raises."""
         page = self._mapped().bytes[: self._PAGE_BYTES].numpy()
-        fd = os.open(self._path, os.O_RDWR)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with open(self._path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             text = page.tobytes().rstrip(b"\0")
-            marker = json.loads(text) if text else {"holder": "", "whole": []}
+            marker = _Marker(**json.loads(text)) if text else _Marker()
             yield marker
-            text = json.dumps(marker).encode().ljust(self._PAGE_BYTES, b"\0")
-            page[:] = memoryview(text)
-        finally:
-            os.close(fd)
+            page[:] = memoryview(json.dumps(asdict(marker)).encode().ljust(self._PAGE_BYTES, b"\0"))
 
 
 class ArenaCopies:
@@ -207,3 +211,41 @@ class ArenaCopies:
 
     def shutdown(self) -> None:
         self._arena.shutdown()
+
+
+class _PinnedBuffer(FlatBuffer):
+    """A page-locked host buffer, which a GPU copies to and from at the speed of its link.
+
+    Allocated anew each time: nothing keeps a view of a host copy, and what is pinned stays so until
+    torch's own cache of pinned blocks is emptied.
+    """
+
+    def allocate(self) -> None:
+        if self.is_resident:
+            raise RunError(f"{self.owner}: {self.region} is allocated twice")
+        self.pool.charge(self.owner, self.region, self.nbytes)
+        try:
+            self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as err:
+            self.pool.release(self.owner, self.region)
+            raise RunError(f"{self.owner}: cannot pin {self.nbytes:,} bytes for {self.region}: {err}") from err
+        self.is_resident = True
+
+    def free(self) -> None:
+        if not self.is_resident:
+            raise RunError(f"{self.owner}: {self.region} is released twice")
+        self._bytes = None
+        self.is_resident = False
+        torch._C._host_emptyCache()
+        self.pool.release(self.owner, self.region)
+
+
+def _pin(host_bytes: Tensor) -> None:
+    """Page-lock memory that torch did not allocate, for this process.
+
+    Raises:
+        RunError: the driver refuses.
+    """
+    status = torch.cuda.cudart().cudaHostRegister(host_bytes.data_ptr(), host_bytes.numel(), 0)
+    if int(status) != 0:
+        raise RunError(f"cannot pin {host_bytes.numel():,} bytes of the shared arena: {status}")

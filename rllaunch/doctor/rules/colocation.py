@@ -22,6 +22,8 @@ def _check_colocate(resolved: Resolved) -> Iterator[Finding]:
 
 def _check_per_node(resolved: Resolved) -> Iterator[Finding]:
     config = resolved.config
+    if not config.handoff.colocate:
+        return
     per_node, on_board = gpus_per_node(config), config.hardware.gpus_per_node
     actor_gpus, actor_nodes = config.cluster.actor_num_gpus_per_node, config.cluster.actor_num_nodes
     gpus = gpus_key(resolved)

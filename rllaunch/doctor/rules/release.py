@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.errors import did_you_mean
@@ -41,19 +41,25 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
 
 
 def _unknown(resolved: Resolved, part: str) -> Finding:
-    folded = part.casefold().replace("-", "_")
-    known_or_meant = [MEANT.get(p.casefold(), p) for p in resolved.config.handoff.offload_rollout_level]
-    corrected = _with(p for p in dict.fromkeys(known_or_meant) if p in PARTS)
-    if folded in GRAPHS:
-        why = "CUDA graphs always go with the KV cache's turn and are not named"
-        return RULE.error(resolved, f"offload_rollout_level has no part {part!r}: {why}", [KEY], corrected)
-    hint = did_you_mean(MEANT.get(folded, folded), PARTS, "parts")
-    return RULE.error(resolved, f"offload_rollout_level has no part {part!r}", [KEY], f"{hint} {corrected}".strip())
+    level = resolved.config.handoff.offload_rollout_level
+    corrected = _with(dict.fromkeys(p for p in map(_meant, level) if p in PARTS))
+    what = f"offload_rollout_level has no part {part!r}"
+    if _folded(part) in GRAPHS:
+        what += ": CUDA graphs always go with the KV cache's turn and are not named"
+        return RULE.error(resolved, what, [KEY], corrected)
+    return RULE.error(resolved, what, [KEY], f"{did_you_mean(_meant(part), PARTS, 'parts')} {corrected}")
 
 
-def _with(parts: object) -> str:
-    assert hasattr(parts, "__iter__"), "parts of a level"
-    return f"--offload-rollout-level {' '.join(parts)}".strip()
+def _folded(part: str) -> str:
+    return part.casefold().replace("-", "_")
+
+
+def _meant(part: str) -> str:
+    return MEANT.get(_folded(part), _folded(part))
+
+
+def _with(parts: Iterable[str]) -> str:
+    return f"--offload-rollout-level {' '.join(parts) or 'kv_cache weight'}"
 
 
 RULE = Rule(

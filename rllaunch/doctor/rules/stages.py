@@ -32,7 +32,7 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
             resolved,
             "a first or last stage of its own size needs more than one pipeline stage",
             [*given, PP],
-            either(*(f"--set {key}=unset" for key in given)) if len(given) == 1 else "leave out both, or raise PP",
+            " ".join(f"--set {key}=unset" for key in given),
         )
         return
     assert layout.layers is not None, "stages of an unknown number of layers break nothing"

@@ -1,0 +1,58 @@
+"""Shared memory holds a bucket of the weight update."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.resolve.origins import Resolved
+
+SHARED_MEMORY = Path("/dev/shm")
+BUCKET = "handoff.update_weight_buffer_size"
+
+
+def check_shared_memory(resolved: Resolved, weights_bytes: int | None = None) -> list[Finding]:
+    """Whether `/dev/shm` has room for the buckets of the embedded backend.
+
+    Args:
+        weights_bytes: of the whole update, where known: a bucket is never larger than that.
+    """
+    config = resolved.config
+    if config.trainer.backend != "embedded" or not SHARED_MEMORY.is_dir():
+        return []
+    needed_bytes = config.handoff.update_weight_buffer_size
+    if weights_bytes is not None:
+        needed_bytes = min(needed_bytes, weights_bytes)
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    if needed_bytes <= free_bytes:
+        return []
+    return [
+        RULE.error(
+            resolved,
+            f"a bucket of the weight update needs {_mib(needed_bytes)} of shared memory, "
+            f"{SHARED_MEMORY} has {_mib(free_bytes)} free",
+            [BUCKET],
+            f"--update-weight-buffer-size {max(1, free_bytes // 2)}, or a larger {SHARED_MEMORY} (containers: --shm-size)",
+        )
+    ]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"
+
+
+def _check(resolved: Resolved) -> Iterator[Finding]:
+    yield from check_shared_memory(resolved)
+
+
+RULE = Rule(
+    code="RL506",
+    name="shared memory holds an update bucket",
+    reason="containers start with 64 MiB of it (ray-project/ray#14535, allenai/open-instruct#1067)",
+    check=_check,
+    probes=True,
+    overridable=True,
+)
+RULES = (RULE,)
