@@ -15,7 +15,7 @@ from typing import Any
 from rllaunch.errors import UsageError, did_you_mean
 from rllaunch.resolve.resolve import Request, Setting, field_of, free_value, is_bool, is_list, known_keys
 from rllaunch.resolve.resolve import _typed as typed
-from rllaunch.resolve.schema import Flag
+from rllaunch.resolve.schema import Flag, descriptions
 
 # Options of Megatron and SGLang that no key of ours names go to their section as they are.
 PASS_THROUGH = ("megatron", "sglang")
@@ -25,11 +25,14 @@ PASS_THROUGH = ("megatron", "sglang")
 class LaunchFlag:
     name: str
     key: str
-    help: str
     is_bool: bool
     is_list: bool
     metavar: str
     aliases: tuple[str, ...] = ()
+
+    @property
+    def help(self) -> str:
+        return descriptions().get(self.key, "")
 
 
 @cache
@@ -43,7 +46,7 @@ def launch_flags() -> dict[str, LaunchFlag]:
             if isinstance(mark, Flag):
                 kind = "" if is_bool(info) else _metavar(info.annotation)
                 flags[mark.name] = LaunchFlag(
-                    mark.name, key, info.description or "", is_bool(info), is_list(info), kind, mark.aliases
+                    mark.name, key, is_bool(info), is_list(info), kind, mark.aliases
                 )
     return flags
 

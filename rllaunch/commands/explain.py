@@ -12,7 +12,8 @@ from rllaunch.errors import UsageError
 from rllaunch.flags import launch_flags
 from rllaunch.pipeline import launch
 from rllaunch.resolve.origins import Origin, show_value
-from rllaunch.resolve.resolve import field_of, find_key
+from rllaunch.resolve.resolve import find_key
+from rllaunch.resolve.schema import descriptions
 
 app = command_app()
 
@@ -39,9 +40,8 @@ def explain(
     console.data(f"{key} = {show_value(last.value)}   {last.layer}: {last.source}")
     for origin in reversed(origins[:-1]):
         console.data(f"  over {show_value(origin.value)}   {origin.layer}: {origin.source}")
-    info = field_of(key)
-    if info and info.description:
-        console.data(f"  {info.description}")
+    if meaning := descriptions().get(key):
+        console.data(f"  {meaning}")
     if flag := next((f for f in launch_flags().values() if f.key == key), None):
         name = f"{flag.name}, --no-{flag.name[2:]}" if flag.is_bool else f"{flag.name} {flag.metavar}"
         console.data(f"  flag: {name}")

@@ -61,7 +61,8 @@ def render(findings: Iterable[Finding]) -> str:
 
 def _rendered(finding: Finding) -> str:
     first, *more = finding.message.splitlines() or [""]
-    lines = [f"{finding.level}[{finding.code}]: {first}", *(f"  {line}" for line in (*more, *finding.origins))]
+    lines = [f"{finding.level}[{finding.code}]: {first}"]
+    lines += [f"  {line}" for line in (*more, *finding.origins)]
     if finding.fix:
         lines.append(f"  hint: {finding.fix}")
     return "\n".join(lines)
@@ -78,12 +79,13 @@ def _distinct(rules: Sequence[Rule]) -> tuple[list[Rule], list[Finding]]:
             distinct.append(rule)
             continue
         owner = owners[rule.code]
-        held_by = f"{owner.plugin} ({owner.name})" if owner else f"rllaunch itself ({ENGINE_CODES[rule.code]})"
+        holder = f"{owner.plugin} ({owner.name})" if owner else f"rllaunch ({ENGINE_CODES[rule.code]})"
         findings.append(
             Finding(
                 "RL002",
                 "warning",
-                f"rule {rule.code} ({rule.name}) of plugin {rule.plugin} does not run: {held_by} has that code already",
+                f"rule {rule.code} ({rule.name}) of plugin {rule.plugin} does not run: "
+                f"{holder} has that code already",
                 fix=f"give the rule another code, or uninstall {rule.plugin}",
             )
         )
@@ -140,7 +142,10 @@ def _misused_allow(resolved: Resolved, rules: Sequence[Rule]) -> list[Finding]:
             continue
         if rule or code in ENGINE_CODES:
             name = rule.name if rule else ENGINE_CODES[code]
-            message, fix = f"{code} cannot be allowed: {name}", f"take {code} out of run.allow and mend its cause"
+            message, fix = (
+                f"{code} cannot be allowed: {name}",
+                f"take {code} out of run.allow, mend its cause",
+            )
         else:
             message = f"run.allow names {code}, which is no rule's code"
             fix = did_you_mean(code, overridable, "can be allowed")

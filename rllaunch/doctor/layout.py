@@ -1,4 +1,4 @@
-"""How a launch's GPUs are divided, as plain numbers: what holds for them, and the nearest numbers for which it would.
+"""How a launch's GPUs are divided, as plain numbers: what holds for them, and the nearest that would.
 
 The rules about sizes share it, so that a fix one of them proposes does not break another.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 from rllaunch.doctor.numbers import (
     architecture_int,
@@ -106,13 +107,14 @@ class Layout:
         return self.layers is None or stages_fit(self.layers, self.pp, self.first, self.last)
 
     def repairs(self, code: str, field: str) -> str:
-        """`--flag N` with the nearest values of one size that mend `code` and break nothing else; or empty."""
+        """`--flag N` with the nearest values of one size that mend `code` and break nothing else, if any."""
         now = getattr(self, field)
         most = min(MOST_NODES, lcm(self.dense_group, self.expert_group)) if field == "nodes" else self.world
         before = self.broken()
         good = []
         for value in range(1, most + 1):
-            after = replace(self, **{field: value}).broken()
+            change: dict[str, Any] = {field: value}
+            after = replace(self, **change).broken()
             if code not in after and after <= before:
                 good.append(value)
         return flag_with(FLAGS[field], nearest(good, now))

@@ -74,7 +74,7 @@ def either(*alternatives: str) -> str:
 
 
 def undo(resolved: Resolved, key: str, wanted: object, flag: str) -> str:
-    """What brings `key` to `wanted`: leaving out the flag that changed it, or else `flag`, which beats all layers."""
+    """What brings `key` to `wanted`: leaving out the flag that changed it, else `flag`."""
     origins = resolved.origins.get(key, ())
     if len(origins) > 1 and origins[-1].layer == "flag" and origins[-2].value == wanted:
         return f"remove {origins[-1].source}"

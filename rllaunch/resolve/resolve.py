@@ -25,7 +25,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
-from rllaunch.resolve.schema import LaunchConfig, PassThrough
+from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions
 from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml, read_text
 
 if TYPE_CHECKING:
@@ -460,8 +460,8 @@ def _bad_value(error: ValidationError, layers: Sequence[Layer]) -> ConfigError:
             expected = re.findall(r"'([^']+)'", problem["ctx"]["expected"])
             fixes.append(did_you_mean(value, expected, f"{key} is one of"))
     key = ".".join(str(part) for part in first["loc"][:2])
-    info = field_of(key)
-    default_fix = f"{key}: {info.description}" if info and info.description else "correct the value"
+    meaning = descriptions().get(key)
+    default_fix = f"{key}: {meaning}" if meaning else "correct the value"
     what = f"{key} cannot be {(_last(layers, key) or Setting(key, first['input'], '')).value!r}: {_reason(first)}"
     if len(lines) > 1:
         what = f"{len(lines)} values cannot be used"

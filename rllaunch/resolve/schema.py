@@ -7,7 +7,10 @@ frozen: once resolved nobody rewrites it, and it is what every process of a run 
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,13 +30,13 @@ class Flag:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class PassThrough(BaseModel):
     """A section whose further keys are handed to a backend as they are."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
 class Model(Section):
@@ -325,3 +328,26 @@ class LaunchConfig(BaseSettings):
     def num_samples(self) -> int:
         """Samples of one rollout: prompts × samples a prompt."""
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+
+@cache
+def descriptions() -> dict[str, str]:
+    """`section.key` → the sentence under it here.
+
+    Read from this file when help or an error needs them: pydantic can read them at import too, which would
+    be a tenth of every command's time.
+    """
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    by_class: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found = by_class.setdefault(node.name, {})
+            for field_node, doc in zip(node.body, node.body[1:], strict=False):
+                is_field = isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name)
+                if is_field and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                    found[field_node.target.id] = str(doc.value.value)
+    return {
+        f"{section}.{key}": text
+        for section, info in LaunchConfig.model_fields.items()
+        for key, text in by_class[info.annotation.__name__ if info.annotation else ""].items()
+    }

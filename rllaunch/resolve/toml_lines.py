@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 import tomllib
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rllaunch.errors import ConfigError
 
-_HEADER = re.compile(r"^\s*(\[\[?)\s*(?P<name>[^\]]+?)\s*\]\]?\s*(#.*)?$")
-_KEY = re.compile(r"""^\s*(?P<key>(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
-_STRING = re.compile(r'"""|\'\'\'|"(?:\\.|[^"\\])*"|\'[^\']*\'|#|[\[\]{}]')
+_BARE_OR_QUOTED = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')"""
+_KEY = re.compile(rf"{_BARE_OR_QUOTED}(?:[ \t]*\.[ \t]*{_BARE_OR_QUOTED})*")
+_STRING = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}' r"|'{3}.*?'{3,5}" r'|"(?:\\.|[^"\\])*"' r"|'[^']*'",
+    re.DOTALL,
+)
+_SCALAR = re.compile(r"[^,\]}#\n]+")
+_SPACE = re.compile(r"[ \t]*")
+_BETWEEN = re.compile(r"(?:[\s,]|#[^\n]*)*")
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -22,7 +30,10 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as err:
+    except RecursionError:
+        raise ConfigError("malformed TOML: nested too deeply", where, "write it with fewer brackets in brackets") from None
+    except ValueError as err:
+        # TOMLDecodeError, or what `int` says of more digits than it converts.
         message = str(err)
         at = re.search(r"at line (\d+), column (\d+)", message)
         line = at.group(1) if at else str(text.count("\n") + 1)
@@ -47,26 +58,14 @@ def read_text(path: Path, what: str, fix: str = "") -> str:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Dotted key → 1-based line where it is set, for tables too.
+    """Dotted key → 1-based line where it is first set, for tables and the keys of inline tables too.
 
-    Keys inside an inline table or an array carry the line of the key that holds them.
+    Items of an array go by the key that holds it: `verified.mode` is the first `mode` in any `[[verified]]`.
+
+    Args:
+        text: well-formed TOML, as `parse_toml` accepts it.
     """
-    lines: dict[str, int] = {}
-    table = ""
-    depth, quote = 0, ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        rest = line
-        if not depth and not quote:
-            if header := _HEADER.match(line):
-                table = _normal(header.group("name"))
-                lines.setdefault(table, number)
-                continue
-            if key := _KEY.match(line):
-                dotted = _normal(key.group("key"))
-                lines.setdefault(f"{table}.{dotted}" if table else dotted, number)
-                rest = line[key.end() :]
-        depth, quote = _scan(rest, depth, quote)
-    return lines
+    return _Scanner(text).scan()
 
 
 def line_of(lines: dict[str, int], key: str) -> int:
@@ -78,31 +77,77 @@ def line_of(lines: dict[str, int], key: str) -> int:
     return 1
 
 
-def _normal(key: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+@dataclass
+class _Scanner:
+    """One pass over a well-formed text; values are skipped, keys noted."""
 
+    text: str
+    position: int = 0
+    lines: dict[str, int] = field(default_factory=dict)
 
-def _scan(text: str, depth: int, quote: str) -> tuple[int, str]:
-    """Bracket depth and open multi-line string after `text`."""
-    position = 0
-    while position < len(text):
-        if quote:
-            end = text.find(quote, position)
-            if end < 0:
-                return depth, quote
-            position, quote = end + 3, ""
-            continue
-        match = _STRING.search(text, position)
+    def __post_init__(self) -> None:
+        self.newlines = [m.start() for m in re.finditer("\n", self.text)]
+
+    def scan(self) -> dict[str, int]:
+        table = ""
+        while self._take(_BETWEEN) is not None and self.position < len(self.text):
+            if self._here() == "[":
+                depth = 2 if self.text.startswith("[[", self.position) else 1
+                self.position += depth
+                table = self._key("")
+                self._take(_SPACE)
+                self.position += depth
+            else:
+                self._key_and_value(table)
+        return self.lines
+
+    def _key_and_value(self, table: str) -> None:
+        key = self._key(table)
+        self._take(_SPACE)
+        self.position += 1  # the "="
+        self._value(key)
+
+    def _key(self, table: str) -> str:
+        self._take(_SPACE)
+        start = self.position
+        written = self._take(_KEY)
+        assert written, f"a key stands at {start} of a text that was parsed before"
+        line = bisect_left(self.newlines, start) + 1
+        for part in _parts(written):
+            table = f"{table}.{part}" if table else part
+            self.lines.setdefault(table, line)
+        return table
+
+    def _value(self, key: str) -> None:
+        self._take(_SPACE)
+        opening = self._here()
+        if opening not in ("[", "{"):
+            self._take(_STRING) or self._take(_SCALAR)
+            return
+        self.position += 1
+        while self._take(_BETWEEN) is not None and self._here() not in ("]", "}"):
+            if opening == "[":
+                self._value(key)
+            else:
+                self._key_and_value(key)
+        self.position += 1
+
+    def _here(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def _take(self, pattern: re.Pattern[str]) -> str | None:
+        match = pattern.match(self.text, self.position)
         if match is None:
-            break
-        token = match.group()
-        position = match.end()
-        if token == "#":
-            break
-        if token in ('"""', "'''"):
-            quote = token
-        elif token in "[{":
-            depth += 1
-        elif token in "]}":
-            depth = max(0, depth - 1)
-    return depth, quote
+            return None
+        self.position = match.end()
+        return match.group()
+
+
+def _parts(written: str) -> list[str]:
+    """The names in a dotted key, unquoted and with their escapes read."""
+    parts, node = [], tomllib.loads(f"{written} = 0")
+    while isinstance(node, dict):
+        (name,) = node
+        parts.append(name)
+        node = node[name]
+    return parts

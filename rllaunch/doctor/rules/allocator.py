@@ -21,21 +21,20 @@ def _variable(resolved: Resolved, name: str) -> tuple[str, str, bool]:
     if name in os.environ:
         return os.environ[name], f"{name} = {show_value(os.environ[name])}   this environment", True
     configured = (resolved.config.env.model_extra or {}).get(name)
-    return ("", "", False) if configured is None else (str(configured), resolved.describe(f"env.{name}"), False)
+    if configured is None:
+        return "", "", False
+    return str(configured), resolved.describe(f"env.{name}"), False
 
 
 def _check_segments(resolved: Resolved) -> Iterator[Finding]:
-    config = resolved.config
-    handoff = config.handoff
-    if config.hardware.accelerator != "cuda":
+    if resolved.config.hardware.accelerator != "cuda":
         return
     broken = {
         "handoff.offload_rollout": "an engine's release frees nothing",
+        "handoff.offload_train": "the trainer's release may free nothing",
         "handoff.colocate": "a weight update over CUDA IPC fails on older kernels",
     }
     keys = [key for key in broken if resolved.value(key)]
-    if handoff.offload_train and not keys:
-        keys, broken = ["handoff.offload_train"], {"handoff.offload_train": "the trainer's release frees nothing"}
     for name in ALLOCATOR_VARIABLES:
         value, origin, is_users = _variable(resolved, name)
         if keys and EXPANDABLE.search(value):

@@ -7,7 +7,16 @@ from math import gcd
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.layout import layout_of
-from rllaunch.doctor.numbers import decided_int, divisors, either, flag_with, gpus_key, nearest, plural, samples_per_step
+from rllaunch.doctor.numbers import (
+    decided_int,
+    divisors,
+    either,
+    flag_with,
+    gpus_key,
+    nearest,
+    plural,
+    samples_per_step,
+)
 from rllaunch.doctor.rules.groups import CP, PP, TP
 from rllaunch.resolve.origins import Resolved
 
@@ -41,7 +50,8 @@ def _check_steps(resolved: Resolved) -> Iterator[Finding]:
     elif steps and batch and batch * steps != samples:
         yield STEPS_RULE.error(
             resolved,
-            f"{product} ÷ {plural(steps, 'step')} = {samples // steps} samples a step, but global_batch_size is {batch}",
+            f"{product} ÷ {plural(steps, 'step')} = {samples // steps} samples a step, "
+            f"but global_batch_size is {batch}",
             [PROMPTS, SAMPLES, STEPS, BATCH],
             either(
                 f"--global-batch-size {samples // steps}",
@@ -53,7 +63,7 @@ def _check_steps(resolved: Resolved) -> Iterator[Finding]:
             resolved,
             f"{product} = {samples} are no whole number of optimizer steps of {batch}",
             [PROMPTS, SAMPLES, BATCH],
-            either(flag_with("--global-batch-size", nearest(_whole_steps(resolved), batch)), _more_prompts(resolved, batch)),
+            _another_batch(resolved, batch),
         )
 
 
@@ -62,19 +72,25 @@ def _check_iterations(resolved: Resolved) -> Iterator[Finding]:
         return
     config, batch = resolved.config, resolved.config.trainer.global_batch_size
     assert batch is not None, "a run trains never only because of a batch that is set"
-    rollouts, prompts, each = config.run.num_rollout, config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    rollouts, prompts = config.run.num_rollout, config.rollout.rollout_batch_size
+    each = config.rollout.n_samples_per_prompt
     yield ITERATIONS.error(
         resolved,
         f"num_rollout × rollout_batch_size × n_samples_per_prompt = {rollouts} × {prompts} × {each} = "
         f"{plural(rollouts * prompts * each, 'sample')}, and must reach global_batch_size = {batch}: "
         "the run would have no training iteration",
         [ROLLOUTS, PROMPTS, SAMPLES, BATCH],
-        either(flag_with("--global-batch-size", nearest(_whole_steps(resolved), batch)), _more_prompts(resolved, batch)),
+        _another_batch(resolved, batch),
     )
 
 
+def _another_batch(resolved: Resolved, batch: int) -> str:
+    nearby = flag_with("--global-batch-size", nearest(_whole_steps(resolved), batch))
+    return either(nearby, _more_prompts(resolved, batch))
+
+
 def _whole_steps(resolved: Resolved) -> list[int]:
-    """Batches that cut a rollout into whole optimizer steps, and those into whole shares of the ranks if any do."""
+    """Batches that cut a rollout into whole optimizer steps; those that divide over the ranks, if any do."""
     whole = divisors(resolved.config.num_samples)
     if steps := decided_int(resolved, STEPS):
         whole = [n for n in whole if n * steps == resolved.config.num_samples] or whole
@@ -94,18 +110,22 @@ def _more_prompts(resolved: Resolved, batch: int) -> str:
 def _check_ranks(resolved: Resolved) -> Iterator[Finding]:
     layout, trainer = layout_of(resolved), resolved.config.trainer
     ranks, batch = layout.data_parallel, samples_per_step(resolved.config)
-    if ranks is None or batch is None or _trains_never(resolved):
+    # A batch that does not even cut the rollout into steps is RL320's; one mistake, one finding.
+    if ranks is None or batch is None or _trains_never(resolved) or any(_check_steps(resolved)):
         return
     micro = trainer.micro_batch_size
     if batch % ranks:
-        group = f" ({layout.world} GPUs ÷ TP × PP × CP = {layout.dense_group})" if layout.dense_group > 1 else ""
-        sizes = [TP, PP, CP] if layout.dense_group > 1 else []
+        is_grouped = layout.dense_group > 1
+        group = f" ({layout.world} GPUs ÷ TP × PP × CP = {layout.dense_group})" if is_grouped else ""
+        sizes = [TP, PP, CP] if is_grouped else []
         decided = decided_int(resolved, BATCH) is not None
+        batch_keys = [BATCH] if decided else [PROMPTS, SAMPLES, STEPS]
+        mend = _divisible_batch if decided else _divisible_prompts
         yield RANKS.error(
             resolved,
             f"a batch of {plural(batch, 'sample')} cannot be divided over {ranks} data-parallel ranks{group}",
-            [*([BATCH] if decided else [PROMPTS, SAMPLES, STEPS]), "cluster.num_nodes", gpus_key(resolved), *sizes],
-            _divisible(resolved, ranks, decided=decided) or "choose a batch that is a multiple of the ranks",
+            [*batch_keys, "cluster.num_nodes", gpus_key(resolved), *sizes],
+            mend(resolved, ranks) or "choose a batch that is a multiple of the ranks",
         )
     elif micro is not None and (batch // ranks) % micro:
         share = batch // ranks
@@ -118,19 +138,19 @@ def _check_ranks(resolved: Resolved) -> Iterator[Finding]:
         )
 
 
-def _divisible(resolved: Resolved, ranks: int, *, decided: bool) -> str:
-    """The nearest batch that is whole for ranks and rollout; where the batch follows, the nearest prompts."""
-    config = resolved.config
-    if decided and not decided_int(resolved, STEPS):
-        batch = config.trainer.global_batch_size or 1
-        whole = [n for n in divisors(config.num_samples) if n % ranks == 0]
-        if whole:
-            return flag_with("--global-batch-size", nearest(whole, batch))
-    steps = config.trainer.num_steps_per_rollout or 1
-    unit = ranks * steps // gcd(ranks * steps, config.rollout.n_samples_per_prompt)
-    near = config.rollout.rollout_batch_size // unit * unit
-    prompts = flag_with("--rollout-batch-size", [n for n in (near, near + unit) if n])
-    return prompts if not decided else ""
+def _divisible_batch(resolved: Resolved, ranks: int) -> str:
+    """The nearest batch that is whole for rollout and ranks; empty if steps or samples forbid it."""
+    whole = [n for n in _whole_steps(resolved) if n % ranks == 0]
+    return flag_with("--global-batch-size", nearest(whole, resolved.config.trainer.global_batch_size or 1))
+
+
+def _divisible_prompts(resolved: Resolved, ranks: int) -> str:
+    """The nearest number of prompts whose samples are whole shares of the ranks in every step."""
+    rollout = resolved.config.rollout
+    shares = ranks * (resolved.config.trainer.num_steps_per_rollout or 1)
+    unit = shares // gcd(shares, rollout.n_samples_per_prompt)
+    below = rollout.rollout_batch_size // unit * unit
+    return flag_with("--rollout-batch-size", [n for n in (below, below + unit) if n])
 
 
 STEPS_RULE = Rule(
@@ -143,13 +163,13 @@ STEPS_RULE = Rule(
 ITERATIONS = Rule(
     code="RL321",
     name="a run has at least one training iteration",
-    reason="zero iterations end in a bare assertion of the learning-rate schedule, after bring-up (THUDM/slime#2366)",
+    reason="zero iterations end in a bare assertion of the learning-rate schedule (THUDM/slime#2366)",
     check=_check_iterations,
 )
 RANKS = Rule(
     code="RL322",
     name="a batch divides over ranks and micro-batches",
-    reason="every data-parallel rank trains on as many samples in as many passes, or the others wait for ever",
+    reason="a rank with fewer samples or passes than the others leaves them waiting in a collective",
     check=_check_ranks,
 )
 RULES = (STEPS_RULE, ITERATIONS, RANKS)

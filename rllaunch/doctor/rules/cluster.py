@@ -50,12 +50,13 @@ def _check_size(resolved: Resolved) -> Iterator[Finding]:
     present = len(machine.gpu_names)
     if nodes == 1 and per_node <= present:
         return
-    enough = f"--num-nodes 1 --num-gpus-per-node {min(present, per_node)}" if present else "--rehearse"
+    enough = f"--num-nodes 1 --num-gpus-per-node {min(present, per_node)}" if present else ""
     unseen = f" ({machine.gpu_error})" if machine.gpu_error else ""
     yield SIZE.error(
         resolved,
-        f"the launch needs {plural(nodes, 'node')} × {plural(per_node, 'GPU')}, a local cluster is this machine"
-        f" with {plural(present, 'GPU')}{unseen}\n" + _table(nodes, per_node, present),
+        f"the launch needs {plural(nodes, 'node')} × {plural(per_node, 'GPU')}, "
+        f"a local cluster is this machine with {plural(present, 'GPU')}{unseen}\n"
+        + _table(nodes, per_node, present),
         ["cluster.num_nodes", gpus_key(resolved), "hardware.name"],
         either(join, enough),
     )
@@ -107,7 +108,7 @@ def unreachable(host: str, port: int) -> str:
 SIZE = Rule(
     code="RL502",
     name="the local cluster is large enough",
-    reason="a placement group that can never be placed waits for ever (verl-project/verl#505, verl-project/verl#539)",
+    reason="GPUs that never come are waited for in silence (verl-project/verl#505, verl-project/verl#539)",
     check=_check_size,
     probes=True,
     overridable=True,

@@ -43,7 +43,7 @@ def _check_per_node(resolved: Resolved) -> Iterator[Finding]:
     elif differ:
         yield PER_NODE.error(
             resolved,
-            f"colocated engines use the trainer's GPUs, but have {per_node} per node and the trainer {actor_gpus}",
+            f"colocated engines use the trainer's GPUs, but take {per_node} a node, the trainer {actor_gpus}",
             [gpus, "cluster.actor_num_gpus_per_node"],
             either(f"--num-gpus-per-node {actor_gpus}", f"--actor-num-gpus-per-node {per_node}"),
         )
@@ -51,7 +51,7 @@ def _check_per_node(resolved: Resolved) -> Iterator[Finding]:
         nodes = config.cluster.num_nodes
         yield PER_NODE.error(
             resolved,
-            f"colocated engines use the trainer's nodes, but have {nodes} and the trainer {actor_nodes}",
+            f"colocated engines use the trainer's nodes, but take {nodes}, the trainer {actor_nodes}",
             ["cluster.num_nodes", "cluster.actor_num_nodes"],
             either(f"--num-nodes {actor_nodes}", f"--actor-num-nodes {nodes}"),
         )
@@ -76,19 +76,20 @@ def _check_total(resolved: Resolved) -> Iterator[Finding]:
 COLOCATE = Rule(
     code="RL305",
     name="trainer and engines are colocated",
-    reason="this launcher runs both on the same GPUs; a disaggregated run needs another placement and transport",
+    reason="both run on the same GPUs here; a disaggregated run needs another placement and transport",
     check=_check_colocate,
 )
 PER_NODE = Rule(
     code="RL310",
     name="engines and trainer have the same GPUs per node, and no more than there are",
-    reason="engines placed by a wrong count get another node's address (THUDM/slime#2012, vllm-project/vime#135)",
+    reason="engines placed by a wrong count get another node's address "
+    "(THUDM/slime#2012, vllm-project/vime#135)",
     check=_check_per_node,
 )
 TOTAL = Rule(
     code="RL311",
     name="engines have as many GPUs as the trainer",
-    reason="GPUs that no placement group holds end in an index error while engines start (vllm-project/vime#41)",
+    reason="GPUs that no placement group holds are an index error while engines start (vllm-project/vime#41)",
     check=_check_total,
 )
 RULES = (COLOCATE, PER_NODE, TOTAL)

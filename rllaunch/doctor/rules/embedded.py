@@ -24,7 +24,8 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     config = resolved.config
     unsupported: dict[str, str] = {}
     if is_trainer := config.trainer.backend == "embedded":
-        unsupported |= {key: flag for key, flag in TRAINER_SIZES.items() if (decided_int(resolved, key) or 1) > 1}
+        sizes = {key: decided_int(resolved, key) or 1 for key in TRAINER_SIZES}
+        unsupported |= {key: TRAINER_SIZES[key] for key, size in sizes.items() if size > 1}
         if config.trainer.optimizer_cpu_offload:
             unsupported[CPU_OPTIMIZER] = "--no-optimizer-cpu-offload"
     is_rollout = config.rollout.backend == "embedded"

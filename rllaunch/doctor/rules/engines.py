@@ -73,7 +73,7 @@ def _check_inside(resolved: Resolved) -> Iterator[Finding]:
 COUNT = Rule(
     code="RL314",
     name="rollout GPUs divide into engines",
-    reason="the engines are counted by rounding down, and what is left over idles without a word (THUDM/slime#1934)",
+    reason="engines are counted by rounding down, and what is left over idles (THUDM/slime#1934)",
     check=_check_count,
 )
 WHOLE_NODES = Rule(
@@ -86,7 +86,7 @@ WHOLE_NODES = Rule(
 INSIDE = Rule(
     code="RL318",
     name="DP and EP of an engine divide it",
-    reason="SGLang splits an engine's GPUs by both, and runs data parallel inside an engine with DP attention only",
+    reason="SGLang splits an engine's GPUs by both, and is data parallel with DP attention only",
     check=_check_inside,
 )
 RULES = (COUNT, WHOLE_NODES, INSIDE)

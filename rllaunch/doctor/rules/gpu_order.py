@@ -53,7 +53,7 @@ def _check_lora(resolved: Resolved) -> Iterator[Finding]:
 OFFLOADS = Rule(
     code="RL301",
     name="gpu order needs both offloads",
-    reason="a side that is never offloaded leaves no room in which the other could wake first (radixark/miles#2781)",
+    reason="a side that is never offloaded leaves the other no room to wake in (radixark/miles#2781)",
     check=_check_offloads,
 )
 CRITIC = Rule(
@@ -65,7 +65,7 @@ CRITIC = Rule(
 LORA = Rule(
     code="RL303",
     name="gpu order runs without LoRA",
-    reason="the gradient buffers of a LoRA trainer stay on the GPU beside the engine's weights (radixark/miles#3100)",
+    reason="a LoRA trainer's gradients stay on the GPU beside the engine's weights (radixark/miles#3100)",
     check=_check_lora,
 )
 RULES = (OFFLOADS, CRITIC, LORA)

@@ -48,7 +48,9 @@ def _check_expert(resolved: Resolved) -> Iterator[Finding]:
         [TP if layout.etp is None else ETP, EP, PP, "cluster.num_nodes", gpus_key(resolved)],
         either(
             layout.fix("RL313", *(field for field, size in sizes.items() if size > 1), "nodes"),
-            "--expert-tensor-parallel-size 1" if follows and layout.world % (layout.ep * layout.pp) == 0 else "",
+            "--expert-tensor-parallel-size 1"
+            if follows and layout.world % (layout.ep * layout.pp) == 0
+            else "",
         )
         or "choose sizes whose product divides the GPUs",
     )
@@ -76,7 +78,7 @@ DENSE = Rule(
 EXPERT = Rule(
     code="RL313",
     name="GPUs divide into ETP × EP × PP",
-    reason="Megatron asserts it only after Ray and the model are up; ETP follows TP unless set (THUDM/slime#1818)",
+    reason="Megatron asserts it after bring-up; its ETP follows TP unless set (THUDM/slime#1818)",
     check=_check_expert,
     overridable=True,
 )

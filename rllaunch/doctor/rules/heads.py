@@ -14,20 +14,22 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     if not is_megatron_like(resolved):
         return
     layout = layout_of(resolved)
-    claims = (
-        ("num_attention_heads", heads_fit(layout.heads, layout.tp), f"{layout.heads} attention heads cannot be"),
-        ("num_key_value_heads", kv_heads_fit(layout.kv_heads, layout.tp), f"{layout.kv_heads} KV heads can be neither"),
-    )
-    for name, fits, what in claims:
-        if not fits:
-            how = " nor copied evenly" if name == "num_key_value_heads" else ""
-            yield RULE.error(
-                resolved,
-                f"{what} divided{how} over TP = {layout.tp} GPUs",
-                [f"model.architecture.{name}", TP],
-                layout.fix("RL317", "tp") or "choose a tensor_model_parallel_size that divides the heads",
-            )
-            return  # KV heads are a part of the heads: one size is wrong, not two
+    fix = "choose a tensor_model_parallel_size that divides the heads"
+    if not heads_fit(layout.heads, layout.tp):
+        yield RULE.error(
+            resolved,
+            f"{layout.heads} attention heads cannot be divided over TP = {layout.tp} GPUs",
+            ["model.architecture.num_attention_heads", TP],
+            layout.fix("RL317", "tp") or fix,
+        )
+    # Heads are whole groups of KV heads: where both are wrong it is one size that is.
+    elif not kv_heads_fit(layout.kv_heads, layout.tp):
+        yield RULE.error(
+            resolved,
+            f"{layout.kv_heads} KV heads can be neither divided nor copied evenly over TP = {layout.tp} GPUs",
+            ["model.architecture.num_key_value_heads", TP],
+            layout.fix("RL317", "tp") or fix,
+        )
     if resolved.config.trainer.sequence_parallel and layout.tp == 1:
         yield RULE.finding(
             "info",

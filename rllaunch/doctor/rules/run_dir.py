@@ -43,14 +43,13 @@ def check_run_dir(resolved: Resolved, resume: bool) -> list[Finding]:
             )
         ]
     if why := _not_writable(existing(path)):
-        return [
-            WRITABLE.error(resolved, f"the run directory {path} cannot be written: {why}", [RUN_DIR], "another --run-dir")
-        ]
+        what = f"the run directory {path} cannot be written: {why}"
+        return [WRITABLE.error(resolved, what, [RUN_DIR], "another --run-dir")]
     return []
 
 
 def _not_writable(place: Path) -> str:
-    """Why nothing can be created in `place`. Permissions alone do not tell: a disk may be mounted read-only."""
+    """Why nothing can be created in `place`: permissions alone do not tell, a disk may be read-only."""
     if not place.is_dir():
         return f"{place} is not a directory"
     try:
@@ -73,15 +72,15 @@ def check_disk(resolved: Resolved, checkpoint_bytes: int = 0) -> list[Finding]:
     needed_bytes = reserve_bytes + checkpoint_bytes
     if free_bytes >= needed_bytes:
         return []
-    parts = f" = {_gib(checkpoint_bytes)} of checkpoints + {_gib(reserve_bytes)} reserve" if checkpoint_bytes else ""
-    return [
-        DISK.error(
-            resolved,
-            f"no room for the run directory {path}: {_gib(needed_bytes)} needed{parts}, {_gib(free_bytes)} free on the disk of {place}",
-            [RUN_DIR, RESERVE, *(["run.save_total_limit"] if checkpoint_bytes else [])],
-            "free some space, or choose a --run-dir on another disk",
-        )
-    ]
+    keys, parts = [RUN_DIR, RESERVE], ""
+    if checkpoint_bytes:
+        keys.append("run.save_total_limit")
+        parts = f" = {_gib(checkpoint_bytes)} of checkpoints + {_gib(reserve_bytes)} reserve"
+    what = (
+        f"no room for the run directory {path}: needs {_gib(needed_bytes)}{parts}, "
+        f"the disk of {place} has {_gib(free_bytes)} free"
+    )
+    return [DISK.error(resolved, what, keys, "free some space, or choose a --run-dir on another disk")]
 
 
 def _gib(nbytes: int) -> str:

@@ -14,7 +14,7 @@ def _check_group(resolved: Resolved) -> Iterator[Finding]:
     if config.algorithm.advantage_estimator == "grpo" and config.rollout.n_samples_per_prompt == 1:
         yield GROUP.error(
             resolved,
-            "with one sample a prompt every advantage of GRPO is zero: a sample is measured against its own prompt's others",
+            "with one sample a prompt every advantage of GRPO is zero: there is no other to compare it with",
             ["rollout.n_samples_per_prompt", "algorithm.advantage_estimator"],
             either("--n-samples-per-prompt 8", "--advantage-estimator ppo"),
         )

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.layout import Layout, layout_of, stages_fit
-from rllaunch.doctor.numbers import either, nearest, plural
+from rllaunch.doctor.numbers import either, flag_with, nearest, plural
 from rllaunch.doctor.rules.groups import PP, is_megatron_like
 from rllaunch.resolve.origins import Resolved
 
 FIRST = "trainer.decoder_first_pipeline_num_layers"
 LAST = "trainer.decoder_last_pipeline_num_layers"
+FLAG = "--decoder-last-pipeline-num-layers"
 LAYERS = "model.architecture.num_hidden_layers"
 # Options of Megatron that cut the layers another way.
 OWN_LAYOUT = {
@@ -40,9 +41,10 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     stages = layout.pp - len(given)
     ends = "".join(f" − {count}" for count in (layout.first, layout.last) if count is not None)
     left = f"{layout.layers}{ends} = {inside} layers" if ends else plural(inside, "layer")
+    over = plural(stages, "pipeline stage") + (" beside the ends" if ends else "")
     yield RULE.error(
         resolved,
-        f"{left} cannot be divided over {plural(stages, 'pipeline stage')}" + (" between the ends" if ends else ""),
+        f"{left} cannot be divided over {over}",
         [LAYERS, PP, *given],
         either(layout.fix("RL316", "pp"), _other_ends(layout)) or "choose stages that divide the layers",
     )
@@ -55,8 +57,8 @@ def _other_ends(layout: Layout) -> str:
     even = layout.layers // layout.pp
     best = min(fitting, key=lambda n: abs(n - even), default=None)
     if layout.last is not None and fitting:
-        return "--decoder-last-pipeline-num-layers " + " or ".join(str(n) for n in nearest(fitting, layout.last))
-    return f"--decoder-last-pipeline-num-layers {best}" if best else ""
+        return flag_with(FLAG, nearest(fitting, layout.last))
+    return flag_with(FLAG, [best] if best else [])
 
 
 RULE = Rule(

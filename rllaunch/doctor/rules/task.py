@@ -18,13 +18,13 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     if not task.name and not (task.prompt_data and task.reward):
         present = next((key for key in (PROMPTS, REWARD) if resolved.value(key)), None)
         absent = REWARD if present == PROMPTS else PROMPTS
+        what = "there is nothing to train on: neither a task nor prompts with a reward"
         yield RULE.error(
             resolved,
-            f"{present} is given, but {absent} is not"
-            if present
-            else "there is nothing to train on: neither a task nor prompts with a reward",
+            f"{present} is given, but {absent} is not" if present else what,
             [present or "task.name"],
-            "--task NAME (`rllaunch profiles` lists them), or both --prompt-data FILE and --reward MODULE:FUNCTION",
+            "--task NAME (`rllaunch profiles list --kind task` has them), "
+            "or --prompt-data FILE and --reward MODULE:FUNCTION",
         )
     if task.reward and not TARGET.fullmatch(task.reward):
         yield RULE.error(

@@ -17,23 +17,27 @@ def _check_lora(resolved: Resolved) -> Iterator[Finding]:
     if options.lora and options.weights_mode == "discard":
         yield LORA.error(
             resolved,
-            "LoRA updates send the adapters only, so the engine's discarded base weights would never come back",
+            "LoRA updates send the adapters only: base weights that an engine discards would never come back",
             [WEIGHTS, "algorithm.lora_rank"],
             either("--engine-weights mirror", "--lora-rank 0"),
         )
 
 
 def _check_shared(resolved: Resolved) -> Iterator[Finding]:
-    handoff = resolved.config.handoff
-    is_cpu_order = handoff.colocate_memory_peak_device == "cpu"  # `auto` chooses a legal order
-    shares = handoff.offload_train and handoff.offload_train_buffers == "shared"
-    if is_cpu_order and shares and options_of(resolved.config).has_mirror:
-        in_gpu_order = "" if resolved.config.has_critic or resolved.config.has_lora else "--colocate-memory-peak-device gpu"
+    options = options_of(resolved.config)
+    # `auto` chooses a legal order by itself.
+    is_cpu_order = resolved.config.handoff.colocate_memory_peak_device == "cpu"
+    if is_cpu_order and options.offload_train and options.buffers == "shared" and options.has_mirror:
+        is_gpu_legal = not (options.critic or options.lora) and options.offload_rollout
         yield SHARED.error(
             resolved,
-            "in cpu order the engine's mirror and the trainer's backup are on the host together and cannot share one arena",
+            "in cpu order the engine's mirror and the trainer's backup are on the host together, "
+            "so they cannot share one arena",
             ["handoff.colocate_memory_peak_device", "handoff.offload_train_buffers", WEIGHTS],
-            either("--offload-train-buffers retained", in_gpu_order),
+            either(
+                "--offload-train-buffers retained",
+                "--colocate-memory-peak-device gpu" if is_gpu_legal else "",
+            ),
         )
 
 
@@ -44,7 +48,7 @@ def _check_experts(resolved: Resolved) -> Iterator[Finding]:
         yield EXPERTS.finding(
             "warning",
             resolved,
-            "an expert-parallel engine may hold tensors that no update re-sends; discarded, they come back as garbage",
+            "an expert-parallel engine may hold tensors that no update re-sends; discarded, they are lost",
             [WEIGHTS, "sglang.ep_size"],
             "--engine-weights mirror, unless engine and trainer weights compared equal after a cycle",
         )
