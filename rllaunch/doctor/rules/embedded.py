@@ -34,7 +34,7 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     if not unsupported:
         return
     asked = [_asked(resolved, key) for key in unsupported]
-    backends = (["trainer.backend"] if is_trainer else []) + (["rollout.backend"] if is_rollout else [])
+    backends = ["rollout.backend"] if set(unsupported) == {ENGINE} else ["trainer.backend"]
     others = ["--trainer-backend megatron"] if is_trainer else []
     others += ["--rollout-backend sglang"] if is_rollout else []
     yield RULE.error(

@@ -1,0 +1,130 @@
+"""The command line as a whole: what it imports, prints where, and exits with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+DSV4 = ("--model", "dsv4", "--hardware", "GB300")
+HEAVY = ("torch", "ray", "transformers")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("resolve", *DSV4),
+        ("explain", "lr", *DSV4),
+        ("doctor", "--no-probe", *DSV4),
+        ("doctor", *DSV4),
+        ("train", *DSV4),
+        ("train", "--dry-run", *DSV4),
+        ("plugins",),
+        ("profiles", "list"),
+        ("profiles", "show", "GB300"),
+    ],
+    ids=" ".join,
+)
+def test_what_does_not_run_anything_imports_nothing_heavy(words: tuple[str, ...]):
+    script = (
+        "import sys\n"
+        "from rllaunch.cli import main\n"
+        f"try: main({list(words)!r})\n"
+        "except SystemExit: pass\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_lists_every_command(rllaunch: Any):
+    result = rllaunch("--help")
+    assert result.code == 0
+    for command in ("train", "doctor", "resolve", "explain", "profiles", "plugins"):
+        assert f"\n  {command} " in result.out
+
+
+def test_train_help_lists_the_launch_flags_with_their_meaning(rllaunch: Any):
+    out = rllaunch("train", "--help").out
+    for text in ("--colocate-memory-peak-device cpu|gpu|auto", "--offload-train / --no-offload-train", "[handoff]", "--megatron-OPTION"):
+        assert text in out
+
+
+def test_unknown_commands_and_options_are_usage_errors(rllaunch: Any):
+    result = rllaunch("trian")
+    assert (result.code, result.err) == (2, "error: unknown command 'trian'\nhint: did you mean 'train'?\n")
+    assert rllaunch("profiles", "show").code == 2
+    assert rllaunch("train", *DSV4, "--jsn").code == 2
+
+
+def test_data_goes_to_stdout_and_talk_to_stderr(rllaunch: Any):
+    for words in (("resolve", *DSV4), ("doctor", "--no-probe", *DSV4), ("train", "--dry-run", *DSV4), ("plugins",), ("profiles", "list")):
+        result = rllaunch(*words, "--json")
+        assert result.code == 0, result.err
+        json.loads(result.out)
+
+
+def test_doctor_json_has_the_documented_shape(rllaunch: Any):
+    result = rllaunch("doctor", "--no-probe", *DSV4, "--lora-rank", "16", "--json")
+    assert result.code == 3
+    answer = result.json()
+    assert answer["ok"] is False
+    assert [f["code"] for f in answer["findings"] if f["level"] == "error"] == ["RL303"]
+    assert set(answer["findings"][0]) == {"code", "level", "message", "origins", "fix"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "setting"),
+    [
+        (("--lora-rank", "16"), "RL303", "algorithm.lora_rank = 16   flag: --lora-rank 16"),
+        (("--advantage-estimator", "ppo"), "RL302", 'algorithm.advantage_estimator = "ppo"   flag: --advantage-estimator ppo'),
+        (("--no-offload-rollout",), "RL301", "handoff.offload_rollout = false   flag: --no-offload-rollout"),
+        (("--no-offload-train",), "RL301", "handoff.offload_train = false   flag: --no-offload-train"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["train", "dry-run"])
+def test_gpu_order_refuses_what_it_cannot_do_with_both_origins(
+    rllaunch: Any, words: tuple[str, ...], code: str, setting: str, dry: tuple[str, ...]
+):
+    result = rllaunch("train", *DSV4, *words, *dry)
+    assert result.code == 3
+    assert result.out.count("error[") == 1
+    assert f"error[{code}]" in result.out
+    assert '  handoff.colocate_memory_peak_device = "gpu"   hardware profile: GB300 (rllaunch ' in result.out
+    assert f"  {setting}" in result.out
+    assert "  hint: " in result.out
+
+
+def test_a_launch_for_a_cluster_that_is_not_here_says_so_in_one_screen(rllaunch: Any):
+    result = rllaunch("train", *DSV4)
+    assert result.code == 5
+    lines = (result.out + result.err).splitlines()
+    assert len(lines) <= 40
+    for text in ("pip install 'rllaunch[megatron]'", "pip install 'rllaunch[sglang]'", "8 nodes × 4 GPUs", "start-up  engine.offload_kv → trainer.init"):
+        assert any(text in line for line in lines), text
+
+
+def test_a_dry_run_prints_command_environment_and_schedule_and_exits_0(rllaunch: Any):
+    result = rllaunch("train", *DSV4, "--dry-run")
+    assert result.code == 0
+    for text in ("schedule\n", "environment\n", "command\n  rllaunch train --model dsv4 --hardware GB300 ", "CUDA_DEVICE_MAX_CONNECTIONS=1"):
+        assert text in result.out, text
+    answer = rllaunch("train", *DSV4, "--dry-run", "--json").json()
+    assert answer["schedule"]["order"] == "gpu"
+    assert [s["name"] for s in answer["schedule"]["init"]][:2] == ["engine.offload_kv", "trainer.init"]
+
+
+def test_secrets_never_reach_a_command_line_or_the_environment_table(rllaunch: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_do_not_print")
+    monkeypatch.setenv("WANDB_API_KEY", "do_not_print_either")
+    for words in (("train", "--dry-run"), ("train", "--dry-run", "--json"), ("resolve", "--json")):
+        result = rllaunch(words[0], *DSV4, *words[1:])
+        assert "do_not_print" not in result.out + result.err
+
+
+def test_colour_only_for_a_terminal(rllaunch: Any):
+    assert "\033[" not in rllaunch("doctor", "--no-probe", *DSV4, "--lora-rank", "16").out
