@@ -49,7 +49,8 @@ class Launch:
     def command(self) -> list[str]:
         """The explicit command: every key that some layer set to other than its default, as a flag.
 
-        Facts of the named model and hardware are left out: their profiles give them again.
+        Facts of the named model and hardware and the files of the named task are left out: their profiles
+        give them again.
         """
         default = LaunchConfig().model_dump(mode="json")
         values: dict[str, Any] = {"model.name": self.config.model.name, "hardware.name": self.config.hardware.name}
@@ -58,7 +59,7 @@ class Launch:
             if section == "hardware" or key.startswith("model.architecture") or key in values:
                 continue
             value = origins[-1].value
-            if origins[-1].layer not in ("default", "derived") and value != default[section].get(name):
+            if origins[-1].layer not in ("default", "derived", "task") and value != default[section].get(name):
                 values[key] = value
         return ["rllaunch", "train", *command_of(values)]
 

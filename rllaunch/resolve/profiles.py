@@ -23,6 +23,10 @@ from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml
 Kind = Literal["hardware", "model", "task", "cell"]
 KINDS: tuple[Kind, ...] = ("hardware", "model", "task", "cell")
 _TABLES = {"profile", "facts", "choices", "detect", "verified"}
+# Where facts live among the values; the rest of a section may be chosen.
+_FACTS = {"hardware": "hardware.", "model": "model.architecture."}
+# Files of a task that are given relative to the profile naming them.
+_FILES = ("task.prompt_data", "task.eval_prompt_data")
 _PROFILE_KEYS = {"kind", "name", "aliases", "description", "source", "extends", "model", "hardware"}
 
 
@@ -69,7 +73,7 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
     """A profile from the text of its file.
 
     Raises:
-        ConfigError: malformed, incomplete or with unknown tables; the text names `place:line`.
+        ConfigError: malformed, incomplete, or with tables or keys that mean nothing; the text names `place:line`.
     """
     data = parse_toml(text, place)
     lines = key_lines(text)
@@ -77,52 +81,87 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
     def fail(key: str, what: str, fix: str) -> ConfigError:
         return ConfigError(what, f"{place}:{line_of(lines, key)} ({plugin})", fix)
 
-    for table in data:
-        if table not in _TABLES:
-            raise fail(table, f"unknown table [{table}] in a profile", did_you_mean(table, _TABLES))
-    head = data.get("profile", {})
+    def table(name: str) -> Mapping[str, Any]:
+        found = data.get(name, {})
+        if not isinstance(found, Mapping):
+            raise fail(name, f"[{name}] is a table, not {found!r}", f"write [{name}] on a line of its own")
+        return found
+
+    def text_of(key: str) -> str:
+        found = head.get(key, "")
+        if not isinstance(found, str):
+            raise fail(f"profile.{key}", f"{key!r} in [profile] is a text, not {found!r}", "write it in quotes")
+        return found
+
+    def texts_of(section: str, key: str) -> tuple[str, ...]:
+        found = table(section).get(key, [])
+        if not isinstance(found, list) or not all(isinstance(item, str) and item for item in found):
+            raise fail(
+                f"{section}.{key}", f"{key!r} in [{section}] is a list of texts, not {found!r}", f'{key} = ["…"]'
+            )
+        return tuple(found)
+
+    for name in data:
+        if name not in _TABLES:
+            raise fail(name, f"unknown table [{name}] in a profile", did_you_mean(name, _TABLES))
+    head = table("profile")
     for key in head:
         if key not in _PROFILE_KEYS:
             raise fail(f"profile.{key}", f"unknown key {key!r} in [profile]", did_you_mean(key, _PROFILE_KEYS))
-    kind, name = head.get("kind"), head.get("name")
+    kind = head.get("kind")
     if kind not in KINDS:
-        raise fail("profile.kind", f"profile kind {kind!r} is none of {', '.join(KINDS)}", "set [profile] kind")
-    if not isinstance(name, str) or not name:
+        given = f"profile kind {kind!r} is none of" if kind else "a profile needs a kind:"
+        raise fail("profile.kind", f"{given} {', '.join(KINDS)}", "set [profile] kind")
+    if not text_of("name"):
         raise fail("profile.name", "a profile needs a name", "set [profile] name")
-    if kind == "cell" and not (head.get("model") and head.get("hardware")):
-        raise fail("profile", "a cell names its model and its hardware", "set [profile] model and hardware")
+    for key in ("model", "hardware"):
+        if kind == "cell" and not text_of(key):
+            raise fail("profile", "a cell names its model and its hardware", "set [profile] model and hardware")
+        if kind != "cell" and key in head:
+            raise fail(f"profile.{key}", f"only a cell names its {key}", f"take {key!r} out, or set kind to 'cell'")
+    for key in table("detect"):
+        if kind != "hardware":
+            raise fail("detect", f"a {kind} profile detects nothing", "move [detect] to a hardware profile")
+        if key != "gpu_names":
+            raise fail(f"detect.{key}", f"unknown key {key!r} in [detect]", did_you_mean(key, ["gpu_names"]))
+    verified = data.get("verified", [])
+    if not isinstance(verified, list) or not all(isinstance(row, Mapping) for row in verified):
+        raise fail("verified", "what was verified is a list of tables", "write [[verified]] above each")
     values: dict[str, Value] = {}
-    if facts := data.get("facts"):
+    if facts := table("facts"):
         if kind not in ("hardware", "model"):
             raise fail("facts", f"a {kind} profile has no facts", "move the values to [choices.SECTION]")
-        for key, value, source in _facts(facts, head.get("source", "")):
-            if not source:
-                raise fail(f"facts.{key}", f"fact {key!r} has no source", "write { value = …, source = \"…\" } or [profile] source")
+        for key, value, source in _facts(facts, text_of("source")):
+            if not isinstance(source, str) or not source:
+                how = 'write { value = …, source = "…" } or [profile] source'
+                raise fail(f"facts.{key}", f"fact {key!r} has no source", how)
             values[f"{kind}.{key}"] = Value(value, f"{place}:{line_of(lines, f'facts.{key}')}", source)
-    for key, value in flatten(data.get("choices", {})):
+    for key, value in flatten(table("choices")):
+        if "." not in key:
+            raise fail(f"choices.{key}", f"choice {key!r} stands outside a section", "write it under [choices.SECTION]")
         values[key] = Value(value, f"{place}:{line_of(lines, f'choices.{key}')}")
     return Profile(
         kind=kind,
-        name=name,
+        name=text_of("name"),
         plugin=plugin,
         place=place,
         values=values,
-        aliases=tuple(head.get("aliases", ())),
-        description=head.get("description", ""),
-        source=head.get("source", ""),
-        extends=head.get("extends", ""),
-        model=head.get("model", ""),
-        hardware=head.get("hardware", ""),
-        gpu_names=tuple(data.get("detect", {}).get("gpu_names", ())),
-        verified=tuple(data.get("verified", ())),
+        aliases=texts_of("profile", "aliases"),
+        description=text_of("description"),
+        source=text_of("source"),
+        extends=text_of("extends"),
+        model=text_of("model"),
+        hardware=text_of("hardware"),
+        gpu_names=texts_of("detect", "gpu_names"),
+        verified=tuple(verified),
         directory=directory,
     )
 
 
-def _facts(table: Mapping[str, Any], default_source: str, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+def _facts(table: Mapping[str, Any], default_source: str, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     for key, value in table.items():
-        if isinstance(value, Mapping) and set(value) == {"value", "source"}:
-            yield prefix + key, value["value"], value["source"]
+        if isinstance(value, Mapping) and "value" in value and set(value) <= {"value", "source"}:
+            yield prefix + key, value["value"], value.get("source", default_source)
         elif isinstance(value, Mapping) and prefix == "" and key == "architecture":
             yield from _facts(value, default_source, "architecture.")
         else:
@@ -152,11 +191,19 @@ class ProfileStore:
     """Files and plugins that could not be used; each becomes a finding."""
 
     def add(self, profile: Profile) -> None:
+        """Take a profile in; one that is malformed, or whose name is taken, is a problem instead."""
+        if mistake := _mistake(profile):
+            self.problems.append(
+                PluginError(
+                    f"a profile cannot be used: {mistake}", f"{profile.place} ({profile.plugin})", "update the plugin"
+                )
+            )
+            return
         for taken in self.profiles:
-            if taken.kind == profile.kind and (clash := _names(taken) & _names(profile)):
+            if clash := _clash(taken, profile):
                 self.problems.append(
                     PluginError(
-                        f"{profile.kind} profile name {sorted(clash)[0]!r} is taken",
+                        f"{profile.kind} profile {clash} is taken",
                         (f"{profile.place} ({profile.plugin})", f"already: {taken.place} ({taken.plugin})"),
                         "give the profile another name, or uninstall one of the two plugins",
                     )
@@ -166,18 +213,28 @@ class ProfileStore:
 
     def add_directory(self, directory: Path | Traversable, plugin: str) -> None:
         """Read every `*.toml` below a directory; a bad file is a problem, not an end."""
-        root = Path(str(directory))
-        if not root.is_dir():
+        if not directory.is_dir():
             self.problems.append(
-                PluginError(f"profile directory does not exist: {root.name}", plugin, "reinstall the plugin")
+                PluginError(f"profile directory does not exist: {directory.name}", plugin, "reinstall the plugin")
             )
             return
-        for path in sorted(root.rglob("*.toml")):
-            place = str(path.relative_to(root))
+        try:
+            files = list(_toml_files(directory))
+        except OSError as err:
+            self.problems.append(
+                PluginError(f"profile directory cannot be read: {err}", plugin, "reinstall the plugin")
+            )
+            return
+        for place, file in files:
+            folder = file.parent if isinstance(file, Path) else None
             try:
-                self.add(parse_profile(path.read_text(encoding="utf-8"), place, plugin, path.parent))
-            except (ConfigError, OSError, UnicodeDecodeError) as err:
-                self.problems.append(err if isinstance(err, ConfigError) else PluginError(f"{place}: {err}", plugin))
+                self.add(parse_profile(file.read_text(encoding="utf-8"), place, plugin, folder))
+            except ConfigError as err:
+                self.problems.append(err)
+            except (OSError, UnicodeDecodeError) as err:
+                self.problems.append(
+                    PluginError(f"profile file cannot be read: {err}", f"{place} ({plugin})", "save it as UTF-8 text")
+                )
 
     def of_kind(self, kind: Kind) -> list[Profile]:
         return sorted((p for p in self.profiles if p.kind == kind), key=lambda p: p.name.casefold())
@@ -195,10 +252,17 @@ class ProfileStore:
         raise ConfigError(f"unknown {kind} profile {name!r}", where, hint)
 
     def cell(self, model: str, hardware: str) -> Profile | None:
+        """The cell of a model and a hardware profile, whichever of their names it gives; None if there is none."""
+        wanted = (self._name("model", model), self._name("hardware", hardware))
         for profile in self.of_kind("cell"):
-            if profile.model.casefold() == model.casefold() and profile.hardware.casefold() == hardware.casefold():
+            if (self._name("model", profile.model), self._name("hardware", profile.hardware)) == wanted:
                 return self._extended(profile, ())
         return None
+
+    def _name(self, kind: Kind, name: str) -> str:
+        """The one name by which a profile is compared: its own for an alias, in lower case."""
+        known = (p.name for p in self.of_kind(kind) if name.casefold() in _names(p))
+        return next(known, name).casefold()
 
     def _extended(self, profile: Profile, seen: tuple[str, ...]) -> Profile:
         if not profile.extends:
@@ -219,12 +283,70 @@ class ProfileStore:
                 did_you_mean(profile.extends, known),
             ) from None
         base = self._extended(base, (*seen, profile.name))
-        values = dict(base.values) | dict(profile.values)
+        values = _inherited(base, profile.plugin) | dict(profile.values)
         return replace(profile, values=values, gpu_names=profile.gpu_names or base.gpu_names)
 
     def detect_table(self) -> dict[str, tuple[str, ...]]:
         """Hardware profile → the GPU names by which it is recognised."""
         return {p.name: p.gpu_names for p in self.of_kind("hardware") if p.gpu_names}
+
+
+def _inherited(base: Profile, plugin: str) -> dict[str, Value]:
+    """The values of a base as its variant has them: files stay beside the base, another plugin's are marked as its."""
+    values = {}
+    for key, value in base.values.items():
+        if key in _FILES and isinstance(value.value, str) and value.value and base.directory:
+            value = replace(value, value=str(base.directory / value.value))
+        if base.plugin != plugin:
+            value = replace(value, place=f"extends {base.name} ({base.plugin}) {value.place}")
+        values[key] = value
+    return values
+
+
+def _toml_files(directory: Path | Traversable, prefix: str = "") -> Iterator[tuple[str, Path | Traversable]]:
+    for entry in sorted(directory.iterdir(), key=lambda e: e.name):
+        if entry.is_dir():
+            yield from _toml_files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".toml"):
+            yield prefix + entry.name, entry
+
+
+def _mistake(profile: Profile) -> str:
+    """What is wrong with a profile that was built in Python; a parsed one has been looked at before."""
+    if profile.kind not in KINDS:
+        return f"kind {profile.kind!r} is none of {', '.join(KINDS)}"
+    if not isinstance(profile.name, str) or not profile.name:
+        return f"{profile.name!r} is no name"
+    if not _are_texts(profile.aliases) or not _are_texts(profile.gpu_names):
+        return f"aliases and gpu_names of {profile.name!r} are tuples of texts"
+    if profile.kind == "cell" and not _are_texts((profile.model, profile.hardware)):
+        return f"cell {profile.name!r} names its model and its hardware"
+    if not isinstance(profile.values, Mapping):
+        return f"values of {profile.name!r} are a mapping, not {type(profile.values).__name__}"
+    for key, value in profile.values.items():
+        if not isinstance(value, Value):
+            return f"{key!r} of {profile.name!r} is a Value, not {value!r}"
+        if not isinstance(key, str) or "." not in key:
+            return f"{key!r} of {profile.name!r} is no section.key"
+        if key.startswith(_FACTS.get(profile.kind, "\0")) and not value.fact_source:
+            return f"fact {key!r} of {profile.name!r} has no fact_source"
+    return ""
+
+
+def _are_texts(items: Any) -> bool:
+    return isinstance(items, tuple) and all(isinstance(item, str) and item for item in items)
+
+
+def _clash(taken: Profile, profile: Profile) -> str:
+    """What two profiles of a kind both claim: a name, or for cells the pair; empty if nothing."""
+    if taken.kind != profile.kind:
+        return ""
+    if names := _names(taken) & _names(profile):
+        return f"name {sorted(names)[0]!r}"
+    pair = (profile.model.casefold(), profile.hardware.casefold())
+    if profile.kind == "cell" and pair == (taken.model.casefold(), taken.hardware.casefold()):
+        return f"of ({profile.model}, {profile.hardware})"
+    return ""
 
 
 def _names(profile: Profile) -> set[str]:

@@ -31,14 +31,15 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError("malformed TOML: nested too deeply", where, "write it with fewer brackets in brackets") from None
+        raise ConfigError("malformed TOML: nested too deeply", where, "write fewer brackets in brackets") from None
     except ValueError as err:
         # TOMLDecodeError, or what `int` says of more digits than it converts.
         message = str(err)
         at = re.search(r"at line (\d+), column (\d+)", message)
-        line = at.group(1) if at else str(text.count("\n") + 1)
+        line = at.group(1) if at else str(text.rstrip().count("\n") + 1)
         reason = re.sub(r"\s*\(at .*\)$", "", message)
-        raise ConfigError(f"malformed TOML: {reason}", f"{where}:{line}", "correct that line; TOML: https://toml.io") from err
+        fix = "correct that line; TOML: https://toml.io"
+        raise ConfigError(f"malformed TOML: {reason}", f"{where}:{line}", fix) from err
 
 
 def read_text(path: Path, what: str, fix: str = "") -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.doctor.numbers import gpus_key, gpus_per_node
+from rllaunch.doctor.layout import layout_of
+from rllaunch.doctor.numbers import gpus_key
 from rllaunch.resolve.origins import Resolved, show_value
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -29,19 +30,17 @@ def _variable(resolved: Resolved, name: str) -> tuple[str, str, bool]:
 def _check_segments(resolved: Resolved) -> Iterator[Finding]:
     if resolved.config.hardware.accelerator != "cuda":
         return
-    broken = {
-        "handoff.offload_rollout": "an engine's release frees nothing",
-        "handoff.offload_train": "the trainer's release may free nothing",
-        "handoff.colocate": "a weight update over CUDA IPC fails on older kernels",
-    }
-    keys = [key for key in broken if resolved.value(key)]
+    offloads = [key for key in ("handoff.offload_train", "handoff.offload_rollout") if resolved.value(key)]
+    shares = ["handoff.colocate"] if resolved.config.handoff.colocate else []
+    broken = ["what is offloaded keeps its GPU memory"] if offloads else []
+    broken += ["weight updates over CUDA IPC fail on older kernels"] if shares else []
     for name in ALLOCATOR_VARIABLES:
         value, origin, is_users = _variable(resolved, name)
-        if keys and EXPANDABLE.search(value):
+        if broken and EXPANDABLE.search(value):
             finding = SEGMENTS.error(
                 resolved,
-                f"{name} turns expandable segments on: " + ", and ".join(broken[key] for key in keys),
-                keys,
+                f"{name} turns expandable segments on: " + ", and ".join(broken),
+                [*offloads, *shares],
                 f"unset {name}, or take expandable_segments:True out of it"
                 if is_users
                 else f"--set env.{name}=expandable_segments:False",
@@ -51,9 +50,10 @@ def _check_segments(resolved: Resolved) -> Iterator[Finding]:
 
 def _check_graphs(resolved: Resolved) -> Iterator[Finding]:
     config = resolved.config
-    spans = config.rollout.rollout_num_gpus_per_engine > gpus_per_node(config)
+    layout = layout_of(resolved)
+    spans = layout.engine_gpus > layout.gpus_per_node and not {"RL314", "RL315"} & layout.broken()
     releases = config.handoff.offload_rollout and config.rollout.backend == "sglang"
-    value, origin, _ = _variable(resolved, "NCCL_GRAPH_REGISTER")
+    value, origin, is_users = _variable(resolved, "NCCL_GRAPH_REGISTER")
     if config.hardware.accelerator == "cuda" and spans and releases and value != "0":
         finding = GRAPHS.finding(
             "warning",
@@ -61,7 +61,7 @@ def _check_graphs(resolved: Resolved) -> Iterator[Finding]:
             "engines that span nodes and release their CUDA graphs can hang at the first replay unless "
             "NCCL_GRAPH_REGISTER is 0",
             ["rollout.rollout_num_gpus_per_engine", gpus_key(resolved), "handoff.offload_rollout"],
-            "--set env.NCCL_GRAPH_REGISTER=0",
+            "export NCCL_GRAPH_REGISTER=0" if is_users else "--set env.NCCL_GRAPH_REGISTER=0",
         )
         where = (origin,) if origin else ()
         yield replace(finding, origins=(*where, *finding.origins))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.errors import did_you_mean
@@ -47,7 +48,8 @@ def _unknown(resolved: Resolved, part: str) -> Finding:
     if _folded(part) in GRAPHS:
         what += ": CUDA graphs always go with the KV cache's turn and are not named"
         return RULE.error(resolved, what, [KEY], corrected)
-    return RULE.error(resolved, what, [KEY], f"{did_you_mean(_meant(part), PARTS, 'parts')} {corrected}")
+    hint = did_you_mean(_meant(part), PARTS, "there are")
+    return RULE.error(resolved, what, [KEY], f"{hint} {corrected}" if hint.endswith("?") else f"{hint}: {corrected}")
 
 
 def _folded(part: str) -> str:
@@ -55,7 +57,9 @@ def _folded(part: str) -> str:
 
 
 def _meant(part: str) -> str:
-    return MEANT.get(_folded(part), _folded(part))
+    """The part that a name is near to, or the name itself."""
+    name = MEANT.get(_folded(part), _folded(part))
+    return next(iter(get_close_matches(name, PARTS, n=1)), name)
 
 
 def _with(parts: Iterable[str]) -> str:

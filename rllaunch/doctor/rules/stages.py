@@ -37,17 +37,23 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
         )
         return
     assert layout.layers is not None, "stages of an unknown number of layers break nothing"
-    inside = layout.layers - (layout.first or 0) - (layout.last or 0)
-    stages = layout.pp - len(given)
-    ends = "".join(f" − {count}" for count in (layout.first, layout.last) if count is not None)
-    left = f"{layout.layers}{ends} = {inside} layers" if ends else plural(inside, "layer")
-    over = plural(stages, "pipeline stage") + (" beside the ends" if ends else "")
     yield RULE.error(
         resolved,
-        f"{left} cannot be divided over {over}",
+        _what(layout.layers, layout.pp, [n for n in (layout.first, layout.last) if n is not None]),
         [LAYERS, PP, *given],
         either(layout.fix("RL316", "pp"), _other_ends(layout)) or "choose stages that divide the layers",
     )
+
+
+def _what(layers: int, stages: int, ends: list[int]) -> str:
+    inside, between = layers - sum(ends), stages - len(ends)
+    if not ends:
+        return f"{plural(layers, 'layer')} cannot be divided over {stages} pipeline stages"
+    if between <= 0:
+        sizes = " + ".join(str(n) for n in ends)
+        return f"the model has {layers} layers, its {stages} pipeline stages hold {sizes} = {sum(ends)}"
+    sizes = " − ".join(str(n) for n in (layers, *ends))
+    return f"{sizes} = {inside} layers cannot be divided over {plural(between, 'pipeline stage')} beside the ends"
 
 
 def _other_ends(layout: Layout) -> str:

@@ -1,0 +1,65 @@
+"""Write the parts of docs/ that follow from the code: every key, every rule. `make docs` runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def keys_page() -> str:
+    """docs/keys.md: every configuration key with its flag, default and meaning."""
+    from rllaunch.flags import launch_flags
+    from rllaunch.resolve.origins import show_value
+    from rllaunch.resolve.resolve import known_keys
+    from rllaunch.resolve.schema import LaunchConfig, descriptions
+
+    flags = {f.key: f for f in launch_flags().values()}
+    defaults = LaunchConfig().model_dump(mode="json")
+    lines = [
+        "# Keys",
+        "",
+        "Every key of the configuration, written by `make docs`. Any of them can be set in a TOML file, as",
+        "`RLLAUNCH_SECTION__KEY` in the environment, or with `--set section.key=value`; those with a flag also by it.",
+        "Other options of Megatron and SGLang pass through `[megatron]` and `[sglang]` (`--megatron-…`, `--sglang-…`).",
+    ]
+    section = ""
+    for key in known_keys():
+        name, _, leaf = key.partition(".")
+        if name != section:
+            section = name
+            lines += ["", f"## [{section}]", "", "| key | default | flag | meaning |", "|---|---|---|---|"]
+        flag = flags.get(key)
+        shown = "" if flag is None else f"`{flag.name}`" + (f" / `--no-{flag.name[2:]}`" if flag.is_bool else "")
+        meaning = descriptions()[key].replace("|", "\\|")
+        lines.append(f"| `{leaf}` | `{show_value(defaults[section][leaf])}` | {shown} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def rules_page() -> str:
+    """docs/rules.md: every rule of the doctor with its reason."""
+    from rllaunch.doctor.engine import builtin_rules
+
+    lines = [
+        "# Rules",
+        "",
+        "What `rllaunch doctor` and `rllaunch train` check, written by `make docs`. `RL3xx` look at the configuration",
+        "(exit code 3), `RL5xx` at the machine and the cluster (exit code 5). `--allow CODE` turns an overridable",
+        "error into a warning. A plugin brings rules of its own with `rllaunch_rules`.",
+        "",
+        "| code | rule | why | can be allowed |",
+        "|---|---|---|---|",
+    ]
+    for rule in builtin_rules():
+        reason = " ".join(rule.reason.split()).replace("|", "\\|")
+        lines.append(f"| {rule.code} | {rule.name} | {reason} | {'yes' if rule.overridable else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"keys.md": keys_page, "rules.md": rules_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page(), encoding="utf-8")
+        print(f"docs/{name}", file=sys.stderr)

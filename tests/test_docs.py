@@ -1,0 +1,51 @@
+"""The documentation says what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["keys.md", "rules.md"])
+def test_generated_pages_are_up_to_date(name: str):
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generator().PAGES[name](), "run `make docs`"
+
+
+def test_every_flag_in_the_readme_exists():
+    from rllaunch.flags import launch_flags
+
+    known = {n for f in launch_flags().values() for n in (f.name, *f.aliases, f"--no-{f.name[2:]}")}
+    known |= {"--config", "--set", "--json", "--dry-run", "--resume", "--help", "--no-probe", "--all", "--allow"}
+    used = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert len(used) > 10
+    assert used - known == {"--megatron-", "--sglang-"} & used
+
+
+def test_every_path_in_the_readmes_tree_exists():
+    tree = re.search(r"<!-- tree -->\n```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert tree is not None
+    parents: list[str] = []
+    found = 0
+    for line in tree.group(1).splitlines():
+        indent = len(line) - len(line.lstrip())
+        name = line.split()[0]
+        parents = [*parents[: indent // 2], name.rstrip("/")]
+        path = ROOT.joinpath(*parents)
+        assert path.exists(), path
+        found += 1
+    assert found > 20
