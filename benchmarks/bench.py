@@ -79,7 +79,18 @@ def loop() -> dict[str, Any]:
     cli = str(Path(sys.executable).with_name("rllaunch"))
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch, "run")
-        command = (cli, "train", "--model", "tiny", "--hardware", "cpu", "--num-rollout", "60", "--run-dir", str(run_dir))
+        command = (
+            cli,
+            "train",
+            "--model",
+            "tiny",
+            "--hardware",
+            "cpu",
+            "--num-rollout",
+            "60",
+            "--run-dir",
+            str(run_dir),
+        )
         seconds((*command, "--eval-interval", "0", "--save-interval", "0"))
         rows = [json.loads(line)["seconds"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()][10:-1]
     step = statistics.median(r["step"] for r in rows)

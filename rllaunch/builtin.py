@@ -27,7 +27,9 @@ def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
     from rllaunch.backends.base import BackendSpec
 
     return [
-        BackendSpec("embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer", ("torch", "transformers"), "rllaunch"),
+        BackendSpec(
+            "embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer", ("torch", "transformers"), "rllaunch"
+        ),
     ]
 
 
@@ -36,5 +38,7 @@ def rllaunch_rollout_backends() -> Sequence[BackendSpec]:
     from rllaunch.backends.base import BackendSpec
 
     return [
-        BackendSpec("embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine", ("torch", "transformers"), "rllaunch"),
+        BackendSpec(
+            "embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine", ("torch", "transformers"), "rllaunch"
+        ),
     ]

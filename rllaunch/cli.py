@@ -87,6 +87,7 @@ def _has_guests() -> bool:
                 return True
     return False
 
+
 app = typer.Typer(
     cls=LazyGroup,
     rich_markup_mode=None,
@@ -107,7 +108,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def rllaunch(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Launch colocated RL post-training of language models.
 

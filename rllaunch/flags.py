@@ -45,9 +45,7 @@ def launch_flags() -> dict[str, LaunchFlag]:
         for mark in info.metadata:
             if isinstance(mark, Flag):
                 kind = "" if is_bool(info) else _metavar(info.annotation)
-                flags[mark.name] = LaunchFlag(
-                    mark.name, key, is_bool(info), is_list(info), kind, mark.aliases
-                )
+                flags[mark.name] = LaunchFlag(mark.name, key, is_bool(info), is_list(info), kind, mark.aliases)
     return flags
 
 
@@ -91,9 +89,7 @@ def take_flags(args: Sequence[str]) -> tuple[list[Setting], list[Path], list[str
             files.append(Path(_value(name, given, queue)))
         elif name == "--set":
             settings.append(_set(_value(name, given, queue)))
-        elif setting := _launch_flag(name, given, queue):
-            settings.append(setting)
-        elif setting := _pass_through(name, given, queue):
+        elif (setting := _launch_flag(name, given, queue)) or (setting := _pass_through(name, given, queue)):
             settings.append(setting)
         else:
             rest.append(token)

@@ -84,7 +84,8 @@ def plugin_findings(plugins: Plugins) -> list[Finding]:
     unique = {str(p): p for p in problems}
     own = f"plugin {plugins.infos['rllaunch'].label} "
     return [
-        Finding("RL010", "error" if p.what.startswith(own) else "warning", p.what, p.where, p.fix) for p in unique.values()
+        Finding("RL010", "error" if p.what.startswith(own) else "warning", p.what, p.where, p.fix)
+        for p in unique.values()
     ]
 
 

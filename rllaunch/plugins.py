@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,8 +185,12 @@ def load_plugins(extra: Iterable[tuple[str, object]] = ()) -> Plugins:
         if entry.name not in disabled:
             _register_entry(plugins, entry)
     for name, plugin in extra:
-        _register(plugins, PluginInfo(name, "test", getattr(plugin, "__name__", type(plugin).__name__)), lambda p=plugin: p)
+        _register(plugins, PluginInfo(name, "test", type(plugin).__name__), partial(_given, plugin))
     return plugins
+
+
+def _given(plugin: object) -> object:
+    return plugin
 
 
 def _register_entry(plugins: Plugins, entry: EntryPoint) -> None:

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 
-def group_advantages(
-    reward_B: Tensor, group_size: int, *, normalize: bool = True, eps: float = 1e-6
-) -> Tensor:
+def group_advantages(reward_B: Tensor, group_size: int, *, normalize: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage of each sample over the mean reward of its own prompt's samples, [B].
 
     (r - mean) / (std + eps) inside each group, or just r - mean with `normalize=False` (Dr. GRPO). The
@@ -33,9 +31,7 @@ def group_advantages(
         in verl, verl/trainer/ppo/core_algos.py@b178a3c (TRL: the same std, eps 1e-4).
     """
     if reward_B.dim() != 1:
-        raise ValueError(
-            f"reward_B has shape {list(reward_B.shape)}; group advantages need one reward per sample, [B]"
-        )
+        raise ValueError(f"reward_B has shape {list(reward_B.shape)}; group advantages need one reward per sample, [B]")
     if group_size < 2:
         raise ValueError(
             f"group_size = {group_size}: an advantage is measured against the other samples of the prompt, "
@@ -59,9 +55,7 @@ def group_advantages(
     return (centred_PG / (reward_PG.std(dim=1, keepdim=True) + eps)).flatten()
 
 
-def gae(
-    reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lambd: float
-) -> tuple[Tensor, Tensor]:
+def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates and the returns to fit values to, both [B, T] and without gradient.
 
     delta_t = r_t + gamma * V_{t+1} - V_t and A_t = delta_t + gamma * lambd * A_{t+1}; return_t = A_t + V_t.

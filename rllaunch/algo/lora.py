@@ -35,9 +35,7 @@ class LoraLinear(nn.Module):
     Source: Hu et al., arXiv:2106.09685 section 4.1; A as in PEFT, src/peft/tuners/lora/layer.py@5d602fd.
     """
 
-    def __init__(
-        self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator | None = None) -> None:
         super().__init__()
         if rank < 1:
             raise ValueError(f"LoRA rank = {rank}: must be at least 1")
@@ -100,9 +98,7 @@ def apply_lora(
         raise ValueError(f"LoRA rank = {rank}: must be at least 1")
     wrapped = [name for name, module in model.named_modules() if isinstance(module, LoraLinear)]
     if wrapped:
-        raise ValueError(
-            f"the model carries LoRA adapters already ({wrapped[0]} and {len(wrapped) - 1} more)"
-        )
+        raise ValueError(f"the model carries LoRA adapters already ({wrapped[0]} and {len(wrapped) - 1} more)")
     targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
     chosen = _matching_linears(model, targets)
     _refuse_shared_weights(model, chosen)

@@ -35,9 +35,7 @@ def token_logprobs(logits_BTV: Tensor, token_BT: Tensor, temperature: float = 1.
         ValueError: the shapes do not fit, or `temperature` is not above 0.
     """
     if temperature <= 0:
-        raise ValueError(
-            f"temperature = {temperature}: must be above 0; greedy sampling has no log-probs to train on"
-        )
+        raise ValueError(f"temperature = {temperature}: must be above 0; greedy sampling has no log-probs to train on")
     if logits_BTV.shape[:-1] != token_BT.shape:
         raise ValueError(
             f"logits {list(logits_BTV.shape)} and tokens {list(token_BT.shape)}: want [B, T, V] and [B, T]"
@@ -191,9 +189,7 @@ def aggregate(
     Source: GRPO, arXiv:2402.03300 equation 3; token mean, DAPO, arXiv:2503.14476 section 3.3.
     """
     if loss_BT.shape != mask_BT.shape:
-        raise ValueError(
-            f"loss {list(loss_BT.shape)} and mask {list(mask_BT.shape)} must have one shape, [B, T]"
-        )
+        raise ValueError(f"loss {list(loss_BT.shape)} and mask {list(mask_BT.shape)} must have one shape, [B, T]")
     count = aggregation_count(mask_BT, mode)
     is_real_BT = mask_BT.bool()
     # where, not a product: 0 * inf at a padded token would be NaN.

@@ -34,7 +34,8 @@ def doctor(
         if findings:
             console.tinted_data(render(findings))
         config = made.config
-        where = f"{config.model.name} on {config.cluster.num_nodes} × {config.cluster.num_gpus_per_node} {config.hardware.name}"
+        slots = f"{config.cluster.num_nodes} × {config.cluster.num_gpus_per_node}"
+        where = f"{config.model.name} on {slots} {config.hardware.name}"
         verdict = f"{len(errors)} error{'s' if len(errors) != 1 else ''}" if errors else "would run"
         if not errors and not probe:
             verdict = "the configuration is sound (this machine was not looked at)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.
     found = load_plugins()
     profiles = found.profiles().profiles
     rules = found.rules()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for info in found.infos.values():
         # rllaunch itself is two plugins of one label: its code, and its profiles.
         brings_profiles = {"profile_dirs", "profiles"} & set(info.hooks)
@@ -45,7 +45,9 @@ def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.
         what = [f"hooks: {', '.join(row['hooks'])}"] if row["hooks"] else []
         what += [f"profiles: {', '.join(row['profiles'])}"] if row["profiles"] else []
         what += [f"rules: {', '.join(row['rules'])}"] if row["rules"] else []
-        table.append((row["name"], row["version"], row["module"], f"broken: {row['error']}" if row["error"] else "\n".join(what)))
+        table.append(
+            (row["name"], row["version"], row["module"], f"broken: {row['error']}" if row["error"] else "\n".join(what))
+        )
     console.print_table(("plugin", "version", "module", "contributes"), table)
     for finding in findings:
         where = "".join(f"\n  {line}" for line in finding.origins)

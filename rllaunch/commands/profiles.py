@@ -54,7 +54,9 @@ def show(
         console.data_json(_summary(profile) | {"values": values, "verified": list(profile.verified)})
         return
     extends = f", extends {profile.extends}" if profile.extends else ""
-    console.data(f"{profile.kind} {profile.name}   {profile.description}\n  {profile.place} ({profile.plugin}){extends}")
+    console.data(
+        f"{profile.kind} {profile.name}   {profile.description}\n  {profile.place} ({profile.plugin}){extends}"
+    )
     facts = [(k, show_value(v.value), v.fact_source) for k, v in profile.values.items() if v.fact_source]
     choices = [(k, show_value(v.value), v.place) for k, v in profile.values.items() if not v.fact_source]
     if facts:

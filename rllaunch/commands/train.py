@@ -25,8 +25,12 @@ app = command_app()
 @app.command(cls=LaunchCommand)
 def train(
     ctx: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before anything starts: command, environment, schedule.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run-dir from its last checkpoint.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Stop before anything starts: command, environment, schedule.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --run-dir from its last checkpoint.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one summary object on stdout.")] = False,
 ) -> None:
     """Resolve, check, then run the training loop under Ray.
@@ -72,7 +76,8 @@ def train(
             say=console.say,
         )
     except KeyboardInterrupt as err:
-        console.say(f"interrupted ({err or 'SIGINT'}); go on with: rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}")
+        go_on = f"rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}"
+        console.say(f"interrupted ({err or 'SIGINT'}); go on with: {go_on}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     console.say(_verdict(summary))
     if json:
@@ -100,7 +105,9 @@ def _headline(made: Launch) -> str:
     config, options = made.config, made.schedule().options
     slots = f"{config.cluster.num_nodes} × {config.cluster.num_gpus_per_node} {config.hardware.name}"
     who = f"{config.trainer.backend} trainer, {config.rollout.backend} rollout"
-    algorithm = config.algorithm.advantage_estimator + (f" + LoRA {config.algorithm.lora_rank}" if config.has_lora else "")
+    algorithm = config.algorithm.advantage_estimator + (
+        f" + LoRA {config.algorithm.lora_rank}" if config.has_lora else ""
+    )
     backup = f", {options.buffers} backup" if options.offload_train else ""
     handoff = f"{options.order} order, engine weights {options.weights_mode}{backup}"
     return f"{config.model.name} on {slots}: {algorithm}, {who}; handoff in {handoff}"
@@ -113,7 +120,8 @@ def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
         console.tinted_data(render(findings))
         console.data("")
     if any(f.exit_code == 3 for f in errors):
-        console.say(f"{made.config.model.name} on {made.config.hardware.name}: {len(errors)} error{'s' * (len(errors) != 1)}, nothing was started")
+        where = f"{made.config.model.name} on {made.config.hardware.name}"
+        console.say(f"{where}: {_count(errors, 'error')}, nothing was started")
         return
     console.data(_headline(made))
     for kind, origin in made.resolved.profiles.items():
@@ -130,12 +138,21 @@ def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
         console.data("  " + shlex.join(made.command()))
         console.say("dry run: nothing was started" + (", the configuration is sound" if not errors else ""))
     else:
-        console.say(f"{len(errors)} thing{'s' * (len(errors) != 1)} missing, nothing was started; --dry-run shows command and environment")
+        missing = _count(errors, "thing")
+        console.say(f"{missing} missing, nothing was started; --dry-run shows command and environment")
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
 def _dry_json(made: Launch, findings: Sequence[Finding]) -> dict[str, object]:
     errors = [f for f in findings if f.level == "error"]
-    answer: dict[str, object] = {"ok": not errors, "findings": [f.to_json() for f in findings], "command": made.command()}
+    answer: dict[str, object] = {
+        "ok": not errors,
+        "findings": [f.to_json() for f in findings],
+        "command": made.command(),
+    }
     if not any(f.exit_code == 3 for f in errors):
         answer |= {"environment": made.environment(), "schedule": made.schedule().to_json()}
     return answer
@@ -143,11 +160,17 @@ def _dry_json(made: Launch, findings: Sequence[Finding]) -> dict[str, object]:
 
 def _verdict(summary: dict[str, object]) -> str:
     parts = [f"finished {summary['rollouts']} rollouts"]
-    for key, label in (("reward_mean", "reward"), ("exact_match", "exact match"), ("eval_exact_match", "held-out exact match")):
+    for key, label in (
+        ("reward_mean", "reward"),
+        ("exact_match", "exact match"),
+        ("eval_exact_match", "held-out exact match"),
+    ):
         value = summary.get(key)
         if isinstance(value, float):
             parts.append(f"{label} {value:.3f}")
     ratio = summary["worst_plan_ratio"]
     assert isinstance(ratio, float), "the loop reports a ratio"
-    parts.append("memory as planned, to the byte" if ratio == 1.0 else f"memory off the plan by up to {abs(ratio - 1):.1%}")
+    parts.append(
+        "memory as planned, to the byte" if ratio == 1.0 else f"memory off the plan by up to {abs(ratio - 1):.1%}"
+    )
     return ", ".join(parts)

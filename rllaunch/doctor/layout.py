@@ -30,8 +30,8 @@ FLAGS = {
     "nodes": "--num-nodes",
     "engine_gpus": "--rollout-num-gpus-per-engine",
 }
-# Nobody is helped by the news that 5,000 nodes would divide evenly.
-MOST_NODES = 4096
+# No further than this is a legal size looked for: it would help nobody, and a typo may be a large number.
+MOST = 4096
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Layout:
     def repairs(self, code: str, field: str) -> str:
         """`--flag N` with the nearest values of one size that mend `code` and break nothing else, if any."""
         now = getattr(self, field)
-        most = min(MOST_NODES, lcm(self.dense_group, self.expert_group)) if field == "nodes" else self.world
+        most = lcm(self.dense_group, self.expert_group) if field == "nodes" else self.world
         before = self.broken()
         good = []
-        for value in range(1, most + 1):
+        for value in range(1, min(most, MOST) + 1):
             change: dict[str, Any] = {field: value}
             after = replace(self, **change).broken()
             if code not in after and after <= before:

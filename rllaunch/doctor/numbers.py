@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isqrt
 
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
@@ -52,7 +53,8 @@ def samples_per_step(config: LaunchConfig) -> int | None:
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def nearest(candidates: Iterable[int], value: int) -> list[int]:

@@ -23,9 +23,7 @@ Weights = Literal["mirror", "discard", "resident"]
 Buffers = Literal["retained", "fresh", "shared"]
 When = Literal["always", "save", "eval"]
 Tier = Literal["gpu", "host"]
-Region = Literal[
-    "weights", "kv_cache", "cuda_graph", "params", "optimizer", "grads", "activations", "update_bucket"
-]
+Region = Literal["weights", "kv_cache", "cuda_graph", "params", "optimizer", "grads", "activations", "update_bucket"]
 REGIONS: tuple[Region, ...] = get_args(Region)
 ENGINE_REGIONS: tuple[Region, ...] = ("weights", "kv_cache", "cuda_graph")
 BACKED_UP: tuple[Region, ...] = ("params", "optimizer")
@@ -114,7 +112,9 @@ class HandoffOptions:
         if self.lora and self.weights_mode == "discard":
             reasons.append("LoRA updates send adapters only, so discarded base weights would never come back")
         if self.order == "cpu" and self.buffers == "shared" and self.offload_train and self.has_mirror:
-            reasons.append("in cpu order the mirror and the backup are on the host together, so they cannot share one arena")
+            reasons.append(
+                "in cpu order the mirror and the backup are on the host together, so they cannot share one arena"
+            )
         return tuple(reasons)
 
 
@@ -204,7 +204,7 @@ def build_schedule(options: HandoffOptions) -> Schedule:
         *to_engine,
         replace(steps.generate("eval"), when="eval"),
     ]
-    return Schedule(options, tuple([*init, *to_engine]), tuple(cycle))
+    return Schedule(options, (*init, *to_engine), tuple(cycle))
 
 
 class _Steps:
@@ -276,7 +276,12 @@ class _Steps:
     def update_weights(self) -> Step:
         return Step(
             "update_weights",
-            (Op("alloc", "update_bucket"), Op("read_any", "params"), Op("publish", "weights"), Op("free", "update_bucket")),
+            (
+                Op("alloc", "update_bucket"),
+                Op("read_any", "params"),
+                Op("publish", "weights"),
+                Op("free", "update_bucket"),
+            ),
         )
 
     def generate(self, name: str) -> Step:
@@ -388,7 +393,8 @@ class _Walk:
 
     def use_engine(self, name: str) -> None:
         if self.state.weights_version != self.state.params_version:
-            self.fail(f"{name} with weights of version {self.state.weights_version}, the trainer's is {self.state.params_version}")
+            theirs, ours = self.state.weights_version, self.state.params_version
+            self.fail(f"{name} with weights of version {theirs}, the trainer's is {ours}")
         if not self.state.health:
             self.fail(f"{name} while health checks are paused")
         if self.options.offload_train and any(r in self.state.gpu for r in BACKED_UP):

@@ -78,7 +78,9 @@ class Ledger:
         return StepBytes(phase, step.name, dict(self.gpu), dict(self.host), gpu_peak, host_peak, moved)
 
 
-def price(schedule: Schedule, sizes: Mapping[Region, int], *, save: bool = True, evaluate: bool = True) -> list[StepBytes]:
+def price(
+    schedule: Schedule, sizes: Mapping[Region, int], *, save: bool = True, evaluate: bool = True
+) -> list[StepBytes]:
     """Bytes of start-up and of the first cycle under `sizes`, region → bytes when resident."""
     ledger = Ledger(schedule, sizes)
     phases: Iterable[tuple[str, Iterable[Step]]] = (

@@ -56,7 +56,9 @@ class Resolved:
     def describe(self, key: str) -> str:
         """`key = value   layer: source`, with the choice it replaced when a lower layer made another."""
         origin = self.origin(key)
-        text = f"{key} = {show_value(origin.value)}   " + (f"{origin.layer}: {origin.source}" if origin.layer != "default" else origin.source)
+        text = f"{key} = {show_value(origin.value)}   " + (
+            f"{origin.layer}: {origin.source}" if origin.layer != "default" else origin.source
+        )
         below = [o for o in self.origins.get(key, ())[:-1] if o.value != origin.value and o.layer != "default"]
         if below:
             text += f" (was {show_value(below[-1].value)}, {below[-1].layer}: {below[-1].source})"

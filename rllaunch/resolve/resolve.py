@@ -358,7 +358,11 @@ def _model_profile(name: str, where: str, plugins: Plugins) -> Profile:
 def _checkpoint_profile(file: Path, data: Mapping[str, Any]) -> Profile:
     from rllaunch.resolve.profiles import Value
 
-    lines = {m.group(1): n for n, line in enumerate(file.read_text().splitlines(), 1) if (m := re.match(r'\s*"(\w+)"\s*:', line))}
+    lines = {
+        m.group(1): n
+        for n, line in enumerate(file.read_text().splitlines(), 1)
+        if (m := re.match(r'\s*"(\w+)"\s*:', line))
+    }
     values = {
         f"model.architecture.{key}": Value(value, f"{file}:{lines.get(key, 1)}", "the checkpoint's config.json")
         for key, value in data.items()
@@ -378,7 +382,9 @@ def _detect(plugins: Plugins, where: str) -> str:
     if name is None:
         names = ", ".join(p.name for p in plugins.profiles().of_kind("hardware"))
         seen = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
-        raise ConfigError(f"no hardware profile recognises this machine ({seen})", where, f"--hardware NAME; known: {names}")
+        raise ConfigError(
+            f"no hardware profile recognises this machine ({seen})", where, f"--hardware NAME; known: {names}"
+        )
     return name
 
 
@@ -521,7 +527,7 @@ def find_key(name: str) -> str:
     """
     keys = list(known_keys())
     name = name.lstrip("-").replace("-", "_") if name.startswith("--") else name
-    if name in keys or name.split(".")[0] in ("megatron", "sglang", "env") and "." in name:
+    if name in keys or (name.split(".")[0] in ("megatron", "sglang", "env") and "." in name):
         return name
     if name.startswith("model.architecture."):
         return name
@@ -531,4 +537,6 @@ def find_key(name: str) -> str:
     if homes:
         raise UsageError(f"{name!r} is a key of several sections", "", f"one of: {', '.join(homes)}")
     near = did_you_mean(name, [*keys, *(k.partition(".")[2] for k in keys)])
-    raise UsageError(f"unknown key {name!r}", "", near if near.startswith("did") else "`rllaunch resolve` lists every key")
+    raise UsageError(
+        f"unknown key {name!r}", "", near if near.startswith("did") else "`rllaunch resolve` lists every key"
+    )

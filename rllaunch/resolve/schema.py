@@ -47,7 +47,8 @@ class Model(Section):
     architecture: dict[str, Any] = {}
     """Facts of the architecture under the names of the Hugging Face `config.json` (`model_type`, `hidden_size`, …)."""
     vocabulary: str = ""
-    """Characters of a character tokenizer; `auto` takes those of the task's prompts and labels. Empty: the checkpoint's tokenizer."""
+    """Characters of a character tokenizer; `auto` takes those of the task's prompts and labels. Empty: the
+    checkpoint's tokenizer."""
     dtype: Annotated[Literal["float32", "bfloat16"], Flag("--model-dtype")] = "bfloat16"
     """Type of the parameters in the trainer and of what the trainer sends to the engines."""
 
@@ -98,9 +99,11 @@ class Handoff(Section):
     colocate_memory_peak_device: Annotated[PeakDevice, Flag("--colocate-memory-peak-device")] = "cpu"
     """Where the engine's weights and the trainer's state may coexist while they change places."""
     offload_train_buffers: Annotated[TrainBuffers, Flag("--offload-train-buffers")] = "auto"
-    """How the trainer's host backup is held: `retained` for the whole run, `fresh` at each offload, or one arena `shared` with the mirror."""
+    """How the trainer's host backup is held: `retained` for the whole run, `fresh` at each offload, or in one
+    arena `shared` with the mirror."""
     engine_weights: Annotated[EngineWeights, Flag("--engine-weights")] = "auto"
-    """What releasing the engine's weights does: copy them to the host (`mirror`) or drop them (`discard`) because the next update rewrites them."""
+    """What releasing the engine's weights does: copy them to the host (`mirror`), or drop them (`discard`)
+    because the next update rewrites them."""
     update_weight_buffer_size: Annotated[int, Flag("--update-weight-buffer-size")] = Field(default=512 * 2**20, ge=1)
     """Largest bucket of a weight update, in bytes."""
     train_memory_margin_bytes: Annotated[int, Flag("--train-memory-margin-bytes")] = Field(default=1 * 2**30, ge=0)
@@ -116,15 +119,21 @@ class Trainer(Section):
     """Split activations along the sequence between the GPUs of a tensor-parallel group."""
     pipeline_model_parallel_size: Annotated[int, Flag("--pipeline-model-parallel-size")] = Field(default=1, ge=1)
     """Stages the layers are cut into (PP)."""
-    decoder_first_pipeline_num_layers: Annotated[int | None, Flag("--decoder-first-pipeline-num-layers")] = Field(default=None, ge=1)
+    decoder_first_pipeline_num_layers: Annotated[int | None, Flag("--decoder-first-pipeline-num-layers")] = Field(
+        default=None, ge=1
+    )
     """Layers of the first pipeline stage, when it is not an even share."""
-    decoder_last_pipeline_num_layers: Annotated[int | None, Flag("--decoder-last-pipeline-num-layers")] = Field(default=None, ge=1)
+    decoder_last_pipeline_num_layers: Annotated[int | None, Flag("--decoder-last-pipeline-num-layers")] = Field(
+        default=None, ge=1
+    )
     """Layers of the last pipeline stage, when it is not an even share."""
     context_parallel_size: Annotated[int, Flag("--context-parallel-size")] = Field(default=1, ge=1)
     """GPUs that share one sequence (CP)."""
     expert_model_parallel_size: Annotated[int, Flag("--expert-model-parallel-size")] = Field(default=1, ge=1)
     """GPUs the experts are spread over (EP)."""
-    expert_tensor_parallel_size: Annotated[int | None, Flag("--expert-tensor-parallel-size")] = Field(default=None, ge=1)
+    expert_tensor_parallel_size: Annotated[int | None, Flag("--expert-tensor-parallel-size")] = Field(
+        default=None, ge=1
+    )
     """GPUs that share one expert's matrices (ETP); follows TP unless set, as in Megatron."""
     global_batch_size: Annotated[int | None, Flag("--global-batch-size")] = Field(default=None, ge=1)
     """Samples of one optimizer step; prompts × samples ÷ `num_steps_per_rollout` unless set."""
@@ -343,9 +352,10 @@ def descriptions() -> dict[str, str]:
         if isinstance(node, ast.ClassDef):
             found = by_class.setdefault(node.name, {})
             for field_node, doc in zip(node.body, node.body[1:], strict=False):
-                is_field = isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name)
-                if is_field and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                    found[field_node.target.id] = str(doc.value.value)
+                if not (isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name)):
+                    continue
+                if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                    found[field_node.target.id] = " ".join(str(doc.value.value).split())
     return {
         f"{section}.{key}": text
         for section, info in LaunchConfig.model_fields.items()

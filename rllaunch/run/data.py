@@ -46,9 +46,15 @@ def load_prompts(path: str, where: str) -> list[Prompt]:
         try:
             row = json.loads(line)
         except UnicodeDecodeError as err:
-            raise DataError(f"line {number} is not UTF-8: {err.reason} at byte {err.start}", place, "save the file as UTF-8") from None
+            raise DataError(
+                f"line {number} is not UTF-8: {err.reason} at byte {err.start}", place, "save the file as UTF-8"
+            ) from None
         except ValueError as err:
-            raise DataError(f"line {number} is not JSON: {err}", place, 'each line is an object such as {"prompt": "12=", "label": "21"}') from None
+            raise DataError(
+                f"line {number} is not JSON: {err}",
+                place,
+                'each line is an object such as {"prompt": "12=", "label": "21"}',
+            ) from None
         prompts.append(_prompt(row, number, place))
     if not prompts:
         raise DataError(f"prompt file has no prompts: {path}", where, 'write one {"prompt": …, "label": …} a line')
@@ -57,13 +63,17 @@ def load_prompts(path: str, where: str) -> list[Prompt]:
 
 def _prompt(row: Any, number: int, place: tuple[str, ...]) -> Prompt:
     if not isinstance(row, dict):
-        raise DataError(f"line {number} is {type(row).__name__}, not an object", place, 'write {"prompt": …, "label": …}')
+        raise DataError(
+            f"line {number} is {type(row).__name__}, not an object", place, 'write {"prompt": …, "label": …}'
+        )
     if "prompt" not in row:
         keys = ", ".join(map(repr, row)) or "none"
         raise DataError(f'line {number} has no "prompt" (keys: {keys})', place, 'name the text "prompt"')
     text, label = row["prompt"], row.get("label", "")
     if not isinstance(text, str) or not text:
-        raise DataError(f'"prompt" in line {number} is {json.dumps(text)}, not a text', place, "give a non-empty string")
+        raise DataError(
+            f'"prompt" in line {number} is {json.dumps(text)}, not a text', place, "give a non-empty string"
+        )
     if not isinstance(label, str):
         raise DataError(f'"label" in line {number} is {json.dumps(label)}, not a text', place, "give a string")
     return Prompt(text, label)

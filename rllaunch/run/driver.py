@@ -183,9 +183,7 @@ def _start(
     group, bundles = place(config)
     started.append(group)
     on_gpu = "GPU" in bundle_of(config)
-    slots = [
-        Slot(index, index // per_node, "cuda" if on_gpu else "cpu", ledgers) for index in range(config.world_size)
-    ]
+    slots = [Slot(index, index // per_node, "cuda" if on_gpu else "cpu", ledgers) for index in range(config.world_size)]
     context = LaunchContext(config, inputs.schedule.options, inputs.vocabulary, inputs.max_prompt_tokens, len(slots))
 
     def at(bundle: int) -> dict[str, Any]:
@@ -248,7 +246,9 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
     except (ConnectionError, RuntimeError, ValueError, OSError) as err:
         first = str(err).splitlines()[0] if str(err) else type(err).__name__
         where = f"RAY_ADDRESS={address}" if not local else "a local Ray"
-        raise EnvironmentProblem(f"Ray cannot be started or joined: {first}", where, "check the address; `ray status`") from None
+        raise EnvironmentProblem(
+            f"Ray cannot be started or joined: {first}", where, "check the address; `ray status`"
+        ) from None
     install_handlers()
     ours = _children()
     try:

@@ -158,4 +158,3 @@ class Loop:
             if expected and abs(measured / expected - 1) > abs(self.progress.worst_plan_ratio - 1):
                 self.progress.worst_plan_ratio = measured / expected
         return row
-

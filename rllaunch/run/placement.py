@@ -43,7 +43,7 @@ def place(config: LaunchConfig) -> tuple[PlacementGroup, list[int]]:
     if uneven:
         remove_placement_group(group)
         raise EnvironmentProblem(
-            f"the cluster packed the slots unevenly: {sorted(Counter(node_of.values()).values())} instead of {per_node} a node",
+            f"the cluster packed the slots unevenly: {sorted(uneven.values())} instead of {per_node} a node",
             resources_table(bundle),
             "free whole nodes, or set --num-gpus-per-node to what each has free",
         )
@@ -57,9 +57,11 @@ def require(config: LaunchConfig, bundle: dict[str, float]) -> None:
     enough = [n for n in free if all(n["free"].get(r, 0.0) >= amount * per_node for r, amount in bundle.items())]
     if len(enough) < nodes:
         raise EnvironmentProblem(
-            f"the launch needs {nodes} × {per_node} slots, and {len(enough)} of the cluster's {len(free)} nodes have {per_node} free",
+            f"the launch needs {nodes} nodes with {per_node} slots free; "
+            f"{len(enough)} of the cluster's {len(free)} have them",
             resources_table(bundle),
-            f"RAY cluster: {ray.get_runtime_context().gcs_address}; add nodes, or lower --num-nodes or --num-gpus-per-node",
+            f"this is the cluster at {ray.get_runtime_context().gcs_address}: add nodes to it, join another with "
+            "--ray-address, or lower --num-nodes or --num-gpus-per-node",
         )
 
 
@@ -77,4 +79,6 @@ def _free_by_node() -> list[dict[str, Any]]:
 
     free: dict[str, dict[str, float]] = available_resources_per_node()
     alive: Sequence[dict[str, Any]] = [n for n in ray.nodes() if n["Alive"]]
-    return [{"address": n["NodeManagerAddress"], "all": n["Resources"], "free": free.get(n["NodeID"], {})} for n in alive]
+    return [
+        {"address": n["NodeManagerAddress"], "all": n["Resources"], "free": free.get(n["NodeID"], {})} for n in alive
+    ]

@@ -1,10 +1,10 @@
 """The run directory: config, events, metrics, checkpoints. Whatever is in it is whole.
 
-    config.json      the resolved config, as every process got it
-    launch.json      origins, the explicit command, versions
-    events.jsonl     one object a step of the schedule
-    metrics.jsonl    one object a rollout
-    checkpoints/     rollout_000050/ …, each renamed into place when it is complete
+config.json      the resolved config, as every process got it
+launch.json      origins, the explicit command, versions
+events.jsonl     one object a step of the schedule
+metrics.jsonl    one object a rollout
+checkpoints/     rollout_000050/ …, each renamed into place when it is complete
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from rllaunch.errors import ConfigError, EnvironmentProblem, RunError
-from rllaunch.resolve.resolve import Layer, Setting, flatten
+from rllaunch.resolve.profiles import flatten
+from rllaunch.resolve.resolve import Layer, Setting
 from rllaunch.resolve.schema import LaunchConfig
 
 CHECKPOINT = "rollout_{:06d}"
@@ -56,7 +57,9 @@ class RunDirectory:
             write_atomically(self.path / "launch.json", json.dumps(launch, indent=2))
         except OSError as err:
             raise EnvironmentProblem(
-                f"the run directory cannot be written: {self.path}: {err.strerror}", "run.run_dir", "choose another --run-dir"
+                f"the run directory cannot be written: {self.path}: {err.strerror}",
+                "run.run_dir",
+                "choose another --run-dir",
             ) from None
 
     def open(self, first_rollout: int) -> None:
@@ -88,7 +91,9 @@ class RunDirectory:
                 getattr(observer, moment, lambda _: None)(row)
             except Exception as err:
                 self.observers.remove((label, observer))
-                self.complain(f"warning: observer of plugin {label} failed and is left out: {type(err).__name__}: {err}")
+                self.complain(
+                    f"warning: observer of plugin {label} failed and is left out: {type(err).__name__}: {err}"
+                )
 
     @contextmanager
     def new_checkpoint(self, rollout_id: int, meta: Mapping[str, Any], keep: int) -> Iterator[Path]:
@@ -142,7 +147,9 @@ def saved_layer(run_dir: Path) -> Layer:
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no run to resume in {run_dir}", str(file), "name the directory of a run with --run-dir") from None
+        raise ConfigError(
+            f"no run to resume in {run_dir}", str(file), "name the directory of a run with --run-dir"
+        ) from None
     except (OSError, ValueError) as err:
         raise ConfigError(f"the run's config cannot be read: {err}", str(file), "restore the file") from None
     settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v is not None and not (v == {} and "." in k)]
@@ -162,7 +169,12 @@ def refuse_changes(run_dir: Path, config: LaunchConfig) -> None:
     for section, values in now.items():
         for key, value in values.items():
             dotted = f"{section}.{key}"
-            free = section in _FREE_SECTIONS or dotted in (*_FREE_ON_RESUME, "run.allow", "run.disk_reserve_bytes", "cluster.ray_address")
+            free = section in _FREE_SECTIONS or dotted in (
+                *_FREE_ON_RESUME,
+                "run.allow",
+                "run.disk_reserve_bytes",
+                "cluster.ray_address",
+            )
             before = saved.get(section, {}).get(key)
             if not free and before != value:
                 changed.append(f"{dotted} was {before!r}, is {value!r}")

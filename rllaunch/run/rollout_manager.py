@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 # B samples, P prompt tokens, L response tokens, N prompts
 
 
-class Tokenizer:
+class Tokenizer(Protocol):
     """What the manager asks of a tokenizer; the embedded backend has one for characters."""
 
-    pad_id: int
+    @property
+    def pad_id(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
+    def encode(self, text: str) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        raise NotImplementedError
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class HealthMonitor:
@@ -157,7 +156,9 @@ class RolloutManager:
         """Of `regions`, those this launch ever releases, in a fixed order."""
         options, wanted = self.context.options, set(regions)
         if unknown := wanted - set(ENGINE_REGIONS):
-            raise RunError(f"an engine has no region {sorted(unknown)[0]!r}", "", f"regions: {', '.join(ENGINE_REGIONS)}")
+            raise RunError(
+                f"an engine has no region {sorted(unknown)[0]!r}", "", f"regions: {', '.join(ENGINE_REGIONS)}"
+            )
         allowed: set[Region] = set()
         if options.offload_rollout:
             allowed = {"cuda_graph"}
@@ -202,7 +203,9 @@ class RolloutManager:
 
     def begin_weight_update(self, version: int) -> None:
         if "weights" in self.released:
-            raise RunError("a weight update arrived while the engines' weights are offloaded", "", "onload_weights first")
+            raise RunError(
+                "a weight update arrived while the engines' weights are offloaded", "", "onload_weights first"
+            )
         for engine in self.engines:
             engine.begin_weight_update(version)
 
@@ -276,7 +279,9 @@ class RolloutManager:
         position = rollout_id * count
         while len(chosen) < count:
             epoch, offset = divmod(position, total)
-            order = np.random.Generator(np.random.Philox(key=[self.context.config.run.seed, (1 << 32) + epoch])).permutation(total)
+            order = np.random.Generator(
+                np.random.Philox(key=[self.context.config.run.seed, (1 << 32) + epoch])
+            ).permutation(total)
             taken = order[offset : offset + count - len(chosen)]
             chosen += [self.prompts[i] for i in taken]
             position += len(taken)

@@ -124,7 +124,9 @@ class TrainGroup:
     def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
         answers = ray.get([actor.update_weights.remote(version, manager) for actor in self.ranks])
         if not answers[0][1]:
-            raise RunError(f"the update to version {version} sent nothing", "", "report this: rank 0 must send the weights")
+            raise RunError(
+                f"the update to version {version} sent nothing", "", "report this: rank 0 must send the weights"
+            )
         return _worst([memory for memory, _ in answers]), answers[0][1]
 
     def save(self, directory: Path) -> MemoryReading:

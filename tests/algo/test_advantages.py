@@ -100,9 +100,7 @@ group_lists = st.integers(min_value=2, max_value=6).flatmap(
 
 @settings(max_examples=60, deadline=None)
 @given(group_lists, st.booleans())
-def test_advantages_sum_to_zero_in_every_group(
-    groups: tuple[int, list[list[float]]], normalize: bool
-) -> None:
+def test_advantages_sum_to_zero_in_every_group(groups: tuple[int, list[list[float]]], normalize: bool) -> None:
     group_size, rows = groups
     reward_B = torch.tensor(rows, dtype=torch.float64).flatten()
     advantage_PG = group_advantages(reward_B, group_size, normalize=normalize).view(-1, group_size)
@@ -120,9 +118,7 @@ def test_reordering_prompts_reorders_advantages_and_nothing_else(
     random.shuffle(order)  # type: ignore[attr-defined]
     reward_PG = torch.tensor(rows, dtype=torch.float64)
     straight_PG = group_advantages(reward_PG.flatten(), group_size, normalize=normalize).view(-1, group_size)
-    reordered_PG = group_advantages(reward_PG[order].flatten(), group_size, normalize=normalize).view(
-        -1, group_size
-    )
+    reordered_PG = group_advantages(reward_PG[order].flatten(), group_size, normalize=normalize).view(-1, group_size)
     assert torch.equal(reordered_PG, straight_PG[order])
 
 

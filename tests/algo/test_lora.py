@@ -92,9 +92,7 @@ def test_fresh_adapters_leave_the_logits_identical(targets: list[str] | str) -> 
     assert torch.equal(logits_of(model), before_BTV)
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: tiny_model(), lambda: tiny_model(bias=True), lambda: tiny_model(tied=True)]
-)
+@pytest.mark.parametrize("build", [lambda: tiny_model(), lambda: tiny_model(bias=True), lambda: tiny_model(tied=True)])
 def test_a_plain_model_with_the_merged_weights_computes_what_the_trained_adapters_do(
     build: Callable[[], Qwen3ForCausalLM],
 ) -> None:
@@ -181,9 +179,9 @@ def test_adapters_of_a_bf16_model_are_float32_and_the_merged_weights_are_bf16() 
     model = tiny_model().bfloat16()
     before_BTV = logits_of(model)
     names = apply_lora(model, rank=2, alpha=2, target_modules="all-linear")
-    assert {
-        model.get_parameter(f"{name}.{leaf}").dtype for name in names for leaf in ("lora_a", "lora_b")
-    } == {torch.float32}
+    assert {model.get_parameter(f"{name}.{leaf}").dtype for name in names for leaf in ("lora_a", "lora_b")} == {
+        torch.float32
+    }
     assert torch.equal(logits_of(model), before_BTV)
     assert {tensor.dtype for tensor in merged_state_dict(model).values()} == {torch.bfloat16}
 

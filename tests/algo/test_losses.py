@@ -224,16 +224,12 @@ def test_policy_loss_gradients_agree_with_finite_differences() -> None:
     ratio_BT = (logp_BT.detach() - old_logp_BT).exp()
     for bound in (0.8, 1.28):
         assert ((ratio_BT - bound).abs() > 1e-3).all(), "a kink is hit"
-    assert gradcheck(
-        lambda logp: clipped_policy_loss(logp, old_logp_BT, advantage_BT, 0.2, 0.28)[0], (logp_BT,)
-    )
+    assert gradcheck(lambda logp: clipped_policy_loss(logp, old_logp_BT, advantage_BT, 0.2, 0.28)[0], (logp_BT,))
 
 
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, st.floats(min_value=0, max_value=1), st.floats(min_value=0, max_value=1))
-def test_on_policy_the_gradient_is_the_plain_policy_gradient(
-    seed: int, eps_low: float, eps_high: float
-) -> None:
+def test_on_policy_the_gradient_is_the_plain_policy_gradient(seed: int, eps_low: float, eps_high: float) -> None:
     logits_BTV = randn(2, 3, 5, seed=seed, requires_grad=True)
     token_BT = torch.randint(5, (2, 3), generator=torch.Generator().manual_seed(seed))
     advantage_B = randn(2, seed=seed + 1)
@@ -277,9 +273,7 @@ def test_advantages_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize(("eps_clip", "eps_clip_high"), [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1)])
 def test_clip_bounds_out_of_range_are_refused(eps_clip: float, eps_clip_high: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"eps_clip = {eps_clip}, eps_clip_high = {eps_clip_high}: need 0 <="
-    ):
+    with pytest.raises(ValueError, match=rf"eps_clip = {eps_clip}, eps_clip_high = {eps_clip_high}: need 0 <="):
         clipped_policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), eps_clip, eps_clip_high)
 
 
@@ -382,9 +376,7 @@ def test_aggregate_gradients_agree_with_finite_differences(mode: AggregationMode
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, st.sampled_from(MODES), st.integers(min_value=0, max_value=6))
-def test_ranks_dividing_by_the_global_count_add_up_to_one_rank(
-    seed: int, mode: AggregationMode, cut: int
-) -> None:
+def test_ranks_dividing_by_the_global_count_add_up_to_one_rank(seed: int, mode: AggregationMode, cut: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     mask_BT = torch.rand(6, 4, generator=generator) < 0.5
     mask_BT[int(torch.randint(6, (1,), generator=generator))] = False

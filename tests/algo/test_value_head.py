@@ -75,9 +75,7 @@ def test_padding_on_either_side_does_not_change_the_values_of_real_tokens(side: 
     mask_BT = torch.cat(masks, dim=1)
     position_ids_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
     value_BT = critic(torch.cat(ids, dim=1), mask_BT, position_ids_BT)
-    torch.testing.assert_close(
-        value_BT[mask_BT.bool()].view(2, 4), critic(INPUT_IDS_BT), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(value_BT[mask_BT.bool()].view(2, 4), critic(INPUT_IDS_BT), rtol=1e-4, atol=1e-5)
 
 
 def test_a_bf16_backbone_still_gives_float32_values() -> None:

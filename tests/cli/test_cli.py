@@ -50,7 +50,12 @@ def test_help_lists_every_command(rllaunch: Any):
 
 def test_train_help_lists_the_launch_flags_with_their_meaning(rllaunch: Any):
     out = rllaunch("train", "--help").out
-    for text in ("--colocate-memory-peak-device cpu|gpu|auto", "--offload-train / --no-offload-train", "[handoff]", "--megatron-OPTION"):
+    for text in (
+        "--colocate-memory-peak-device cpu|gpu|auto",
+        "--offload-train / --no-offload-train",
+        "[handoff]",
+        "--megatron-OPTION",
+    ):
         assert text in out
 
 
@@ -62,7 +67,13 @@ def test_unknown_commands_and_options_are_usage_errors(rllaunch: Any):
 
 
 def test_data_goes_to_stdout_and_talk_to_stderr(rllaunch: Any):
-    for words in (("resolve", *DSV4), ("doctor", "--no-probe", *DSV4), ("train", "--dry-run", *DSV4), ("plugins",), ("profiles", "list")):
+    for words in (
+        ("resolve", *DSV4),
+        ("doctor", "--no-probe", *DSV4),
+        ("train", "--dry-run", *DSV4),
+        ("plugins",),
+        ("profiles", "list"),
+    ):
         result = rllaunch(*words, "--json")
         assert result.code == 0, result.err
         json.loads(result.out)
@@ -81,7 +92,11 @@ def test_doctor_json_has_the_documented_shape(rllaunch: Any):
     ("words", "code", "setting"),
     [
         (("--lora-rank", "16"), "RL303", "algorithm.lora_rank = 16   flag: --lora-rank 16"),
-        (("--advantage-estimator", "ppo"), "RL302", 'algorithm.advantage_estimator = "ppo"   flag: --advantage-estimator ppo'),
+        (
+            ("--advantage-estimator", "ppo"),
+            "RL302",
+            'algorithm.advantage_estimator = "ppo"   flag: --advantage-estimator ppo',
+        ),
         (("--no-offload-rollout",), "RL301", "handoff.offload_rollout = false   flag: --no-offload-rollout"),
         (("--no-offload-train",), "RL301", "handoff.offload_train = false   flag: --no-offload-train"),
     ],
@@ -104,14 +119,24 @@ def test_a_launch_for_a_cluster_that_is_not_here_says_so_in_one_screen(rllaunch:
     assert result.code == 5
     lines = (result.out + result.err).splitlines()
     assert len(lines) <= 40
-    for text in ("pip install 'rllaunch[megatron]'", "pip install 'rllaunch[sglang]'", "8 nodes × 4 GPUs", "start-up  engine.offload_kv → trainer.init"):
+    for text in (
+        "pip install 'rllaunch[megatron]'",
+        "pip install 'rllaunch[sglang]'",
+        "8 nodes × 4 GPUs",
+        "start-up  engine.offload_kv → trainer.init",
+    ):
         assert any(text in line for line in lines), text
 
 
 def test_a_dry_run_prints_command_environment_and_schedule_and_exits_0(rllaunch: Any):
     result = rllaunch("train", *DSV4, "--dry-run")
     assert result.code == 0
-    for text in ("schedule\n", "environment\n", "command\n  rllaunch train --model dsv4 --hardware GB300 ", "CUDA_DEVICE_MAX_CONNECTIONS=1"):
+    for text in (
+        "schedule\n",
+        "environment\n",
+        "command\n  rllaunch train --model dsv4 --hardware GB300 ",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+    ):
         assert text in result.out, text
     answer = rllaunch("train", *DSV4, "--dry-run", "--json").json()
     assert answer["schedule"]["order"] == "gpu"

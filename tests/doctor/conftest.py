@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from rllaunch.doctor.rules.allocator import ALLOCATOR_VARIABLES
+
+# `doctor_cases` is imported by name; pytest's importlib mode leaves the directory of a test off the path.
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

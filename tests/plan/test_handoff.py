@@ -14,8 +14,14 @@ LEVELS = [frozenset(c) for n in range(3) for c in itertools.combinations(("kv_ca
 EVERY = [
     HandoffOptions(order, train, rollout, level, weights, buffers, critic, lora)
     for order, train, rollout, level, weights, buffers, critic, lora in itertools.product(
-        ("cpu", "gpu"), (True, False), (True, False), LEVELS, ("mirror", "discard"),
-        ("retained", "fresh", "shared"), (True, False), (True, False),
+        ("cpu", "gpu"),
+        (True, False),
+        (True, False),
+        LEVELS,
+        ("mirror", "discard"),
+        ("retained", "fresh", "shared"),
+        (True, False),
+        (True, False),
     )  # fmt: skip
 ]
 LEGAL = [options for options in EVERY if not options.illegal()]
@@ -98,12 +104,24 @@ def test_weights_come_back_exactly_where_they_were_released():
 
 # A swap of these two neighbours is no mistake under these options, and why.
 HARMLESS = {
-    ("trainer.offload", "update_weights"): "the update reads the awake trainer instead of its backup; the engine's KV is away either way",
+    (
+        "trainer.offload",
+        "update_weights",
+    ): "the update reads the awake trainer instead of its backup; the engine's KV is away either way",
     ("save", "update_weights"): "the trainer never leaves the GPU, so it can be saved at any time after the step",
-    ("save", "engine.onload_weights"): "the trainer never leaves the GPU, so it can be saved at any time after the step",
+    (
+        "save",
+        "engine.onload_weights",
+    ): "the trainer never leaves the GPU, so it can be saved at any time after the step",
     ("save", "trainer.clear_memory"): "a checkpoint holds no gradients",
-    ("trainer.onload", "engine.offload_weights"): "nothing goes to the host with the weights, or the backup is on it either way",
-    ("engine.onload_weights", "trainer.offload"): "nothing comes from the host with the weights, or the backup is on it either way",
+    (
+        "trainer.onload",
+        "engine.offload_weights",
+    ): "nothing goes to the host with the weights, or the backup is on it either way",
+    (
+        "engine.onload_weights",
+        "trainer.offload",
+    ): "nothing comes from the host with the weights, or the backup is on it either way",
 }
 
 

@@ -47,7 +47,12 @@ def test_gpu_order_moves_the_overlap_to_the_gpu():
     assert gpu_in_cpu_order == gpu_in_gpu_order == 59
     without_activations = {**SIZES, "activations": 0}
     handoff_peak = [
-        max(s.gpu_peak for s in price(build_schedule(HandoffOptions(o, engine_weights="mirror", buffers="fresh")), without_activations))
+        max(
+            s.gpu_peak
+            for s in price(
+                build_schedule(HandoffOptions(o, engine_weights="mirror", buffers="fresh")), without_activations
+            )
+        )
         for o in ("cpu", "gpu")
     ]
     assert handoff_peak == [45 * GIB, 50 * GIB]

@@ -36,5 +36,9 @@ def test_a_shipped_launch_resolves_to_its_golden_command(rllaunch: Any, model: s
 
 
 def test_every_hardware_profile_has_a_golden_launch(rllaunch: Any):
-    names = {p["name"] for p in rllaunch("profiles", "list", "--kind", "hardware", "--json").json() if p["plugin"].startswith("rllaunch ")}
+    names = {
+        p["name"]
+        for p in rllaunch("profiles", "list", "--kind", "hardware", "--json").json()
+        if p["plugin"].startswith("rllaunch ")
+    }
     assert names == {hardware for _, hardware in LAUNCHES}

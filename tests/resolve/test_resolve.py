@@ -128,7 +128,12 @@ def test_the_names_people_know_are_flags(rllaunch: Any, words: tuple[str, ...], 
 
 
 def test_the_explicit_command_resolves_to_the_same_config(rllaunch: Any):
-    for launch in (DSV4, ("--model", "dsv4", "--hardware", "H200"), TINY, (*DSV4, "--lora-rank", "16", "--set", "env.A=b c")):
+    for launch in (
+        DSV4,
+        ("--model", "dsv4", "--hardware", "H200"),
+        TINY,
+        (*DSV4, "--lora-rank", "16", "--set", "env.A=b c"),
+    ):
         first = rllaunch("resolve", *launch, "--json").json()
         assert first["command"][:2] == ["rllaunch", "train"]
         again = rllaunch("resolve", *first["command"][2:], "--json").json()

@@ -51,8 +51,7 @@ def test_a_missing_prompt_file_is_a_finding(rllaunch: Any, tmp_path: Path):
     result = rllaunch(*TINY, "--data", "q.jsonl", "--reward", "mine:score")
     assert result.code == 5
     assert result.out.startswith(
-        "error[RL507]: the prompt file q.jsonl does not exist\n"
-        '  task.prompt_data = "q.jsonl"   flag: --data q.jsonl'
+        'error[RL507]: the prompt file q.jsonl does not exist\n  task.prompt_data = "q.jsonl"   flag: --data q.jsonl'
     )
 
 

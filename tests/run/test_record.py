@@ -63,7 +63,9 @@ def test_resuming_cuts_metrics_back_to_the_checkpoint_and_drops_half_a_line(tmp_
 
 def test_what_decides_the_results_cannot_change_on_resume(tmp_path: Path):
     record = started(tmp_path)
-    longer = LaunchConfig.model_validate({"run": {"num_rollout": 500}, "handoff": {"colocate_memory_peak_device": "gpu"}})
+    longer = LaunchConfig.model_validate(
+        {"run": {"num_rollout": 500}, "handoff": {"colocate_memory_peak_device": "gpu"}}
+    )
     refuse_changes(record.path, longer)
     with pytest.raises(ConfigError) as caught:
         refuse_changes(record.path, LaunchConfig.model_validate({"run": {"seed": 1}, "trainer": {"lr": 0.1}}))
@@ -89,7 +91,9 @@ def test_an_observer_that_fails_is_reported_once_and_left_out(tmp_path: Path):
             self.seen += 1
 
     counting = Counting()
-    record = RunDirectory(tmp_path / "run", observers=[("bad 1.0", Broken()), ("good 1.0", counting)], complain=said.append)
+    record = RunDirectory(
+        tmp_path / "run", observers=[("bad 1.0", Broken()), ("good 1.0", counting)], complain=said.append
+    )
     record.create(LaunchConfig(), {})
     record.open(0)
     record.metrics({"rollout_id": 0})

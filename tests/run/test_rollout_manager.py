@@ -86,7 +86,9 @@ def manager_of(options: HandoffOptions, engines: int = 1, **rollout: int) -> Rol
     config = LaunchConfig.model_validate({"rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 2, **rollout}})
     context = LaunchContext(config, options, "", 4, engines)
     prompts = [Prompt(f"{n:03d}", f"{n:03d}") for n in range(10)]
-    return RolloutManager(context, [StrictEngine() for _ in range(engines)], CharTokenizer(), prompts, prompts[:3], f"{__name__}:reward")  # type: ignore[list-item, arg-type]
+    return RolloutManager(
+        context, [StrictEngine() for _ in range(engines)], CharTokenizer(), prompts, prompts[:3], f"{__name__}:reward"
+    )  # type: ignore[list-item, arg-type]
 
 
 class Handoffs(RuleBasedStateMachine):
@@ -173,7 +175,9 @@ TestHandoffs = Handoffs.TestCase
 TestHandoffs.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-@pytest.mark.parametrize("level", [frozenset(), frozenset({"kv_cache"}), frozenset({"weight"}), frozenset({"kv_cache", "weight"})])
+@pytest.mark.parametrize(
+    "level", [frozenset(), frozenset({"kv_cache"}), frozenset({"weight"}), frozenset({"kv_cache", "weight"})]
+)
 @pytest.mark.parametrize("order", ["cpu", "gpu"])
 def test_after_start_up_and_after_a_cycle_nothing_is_left_released(level: frozenset[str], order: str):
     """The known trap: a level without `weight` must not leave weights un-onloaded, in either order."""

@@ -20,20 +20,24 @@ def is_installed(module: str) -> bool:
 
 
 def torch_lacks(platform: str) -> str:
-    """What is wrong with torch for `cuda` or `hip`, read from its version file; empty if nothing is."""
+    """What is wrong with the installed torch for `cuda` or `hip`; empty if nothing is."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed"
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+        return build_lacks((Path(spec.origin).parent / "version.py").read_text(encoding="utf-8"), platform)
     except OSError:
         return ""  # a torch of another make; what it can do shows when it runs
-    built_for = re.search(rf"^{platform}\b[^=\n]*= *(\S+)", text, re.MULTILINE)
-    version = re.search(r"^__version__ *= *['\"]([^'\"]+)", text, re.MULTILINE)
+
+
+def build_lacks(version_file: str, platform: str) -> str:
+    """What a build of torch lacks for `cuda` or `hip`, from the text of its `torch/version.py`."""
+    built_for = re.search(rf"^{platform}\b[^=\n]*= *(\S+)", version_file, re.MULTILINE)
+    version = re.search(r"^__version__ *= *['\"]([^'\"]+)", version_file, re.MULTILINE)
     if built_for is None or built_for[1] != "None":
         return ""
     name = {"cuda": "CUDA", "hip": "ROCm"}[platform]
-    return f"torch {version[1] if version else ''} is a build without {name}"
+    return f"torch {version[1] if version else '?'} is a build without {name}"
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:

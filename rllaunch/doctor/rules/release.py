@@ -48,8 +48,8 @@ def _unknown(resolved: Resolved, part: str) -> Finding:
     if _folded(part) in GRAPHS:
         what += ": CUDA graphs always go with the KV cache's turn and are not named"
         return RULE.error(resolved, what, [KEY], corrected)
-    hint = did_you_mean(_meant(part), PARTS, "there are")
-    return RULE.error(resolved, what, [KEY], f"{hint} {corrected}" if hint.endswith("?") else f"{hint}: {corrected}")
+    hint = did_you_mean(_meant(part), PARTS, "parts of an engine")
+    return RULE.error(resolved, what, [KEY], f"{hint}{' ' if hint.endswith('?') else '; '}{corrected}")
 
 
 def _folded(part: str) -> str:

@@ -52,8 +52,8 @@ def _what(layers: int, stages: int, ends: list[int]) -> str:
     if between <= 0:
         sizes = " + ".join(str(n) for n in ends)
         return f"the model has {layers} layers, its {stages} pipeline stages hold {sizes} = {sum(ends)}"
-    sizes = " − ".join(str(n) for n in (layers, *ends))
-    return f"{sizes} = {inside} layers cannot be divided over {plural(between, 'pipeline stage')} beside the ends"
+    left = " − ".join(str(n) for n in (layers, *ends)) + f" = {inside} layers"
+    return f"{left} cannot be divided over {plural(between, 'pipeline stage')} beside the ends"
 
 
 def _other_ends(layout: Layout) -> str:

@@ -1,0 +1,296 @@
+"""The rules that look at this machine, in real conditions: directories, sockets, packages there or not."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_cases import resolved_of
+
+from rllaunch.doctor.engine import builtin_rules, diagnose, exit_code
+from rllaunch.doctor.finding import Finding
+from rllaunch.doctor.rules.backends import build_lacks, is_installed
+from rllaunch.doctor.rules.cluster import unreachable
+from rllaunch.doctor.rules.run_dir import check_disk, check_run_dir
+from rllaunch.doctor.rules.shared_memory import check_shared_memory
+from rllaunch.resolve.detect import probe_machine
+
+CPU = {
+    "hardware.name": "cpu",
+    "hardware.accelerator": "cpu",
+    "hardware.gpus_per_node": 1,
+    "trainer.backend": "embedded",
+    "rollout.backend": "embedded",
+    "handoff.update_weight_buffer_size": 4096,
+}
+MORE_BYTES_THAN_ANY_DISK_HAS = 2**62
+
+
+def found(code: str, values: dict[str, Any]) -> list[Finding]:
+    """What one rule of the environment finds."""
+    rules = [rule for rule in builtin_rules() if rule.code == code]
+    assert [rule.probes for rule in rules] == [True]
+    findings = diagnose(resolved_of(values), rules, probe=True)
+    assert {finding.code for finding in findings} <= {code}
+    return findings
+
+
+def test_a_launch_on_the_cpu_finds_everything_it_needs_here(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1 + 1 ="}\n')
+    values = {**CPU, "task.prompt_data": str(prompts), "run.run_dir": str(tmp_path / "run")}
+    assert diagnose(resolved_of(values), builtin_rules(), probe=True) == []
+    assert sorted(tmp_path.iterdir()) == [prompts], "looking leaves nothing behind"
+
+
+def test_looking_imports_neither_torch_nor_ray() -> None:
+    script = """
+        import sys
+        from doctor_cases import resolved_of
+        from rllaunch.doctor.engine import builtin_rules, diagnose
+        diagnose(resolved_of(), builtin_rules(), probe=True)
+        print(sorted({"torch", "ray", "transformers", "sglang", "megatron.core"} & set(sys.modules)))
+    """
+    path = [str(Path(__file__).parent), *sys.path]
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n" + textwrap.dedent(script)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# RL501
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="sglang is installed here")
+def test_engines_that_are_not_installed() -> None:
+    (finding,) = found("RL501", {"trainer.backend": "embedded"})
+    assert finding.message == "the sglang engines cannot run here: sglang is not installed"
+    assert finding.fix == "pip install 'rllaunch[sglang]'"
+    assert exit_code([finding]) == 5
+
+
+@pytest.mark.skipif(is_installed("megatron.core"), reason="Megatron-core is installed here")
+def test_a_trainer_that_is_not_installed_is_one_finding_with_all_it_lacks() -> None:
+    (finding,) = found("RL501", {"rollout.backend": "embedded"})
+    assert finding.message.startswith("the megatron trainer cannot run here: megatron.core is not installed")
+    assert finding.fix.startswith("pip install 'rllaunch[megatron]'")
+
+
+def test_backends_that_need_nothing_more() -> None:
+    assert found("RL501", CPU) == []
+
+
+def test_a_package_is_found_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_broken_backend"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_installed("a_broken_backend")
+    assert not is_installed("no_such_package.core")
+    assert not is_installed("sys.core"), "a module that is no package"
+
+
+@pytest.mark.parametrize(
+    ("version_file", "platform", "lacks"),
+    [
+        (
+            "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n",
+            "cuda",
+            "torch 2.13.0+cpu is a build without CUDA",
+        ),
+        (
+            "__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n",
+            "cuda",
+            "",
+        ),
+        (
+            "__version__ = '2.9.1+cu128'\nhip: Optional[str] = None\n",
+            "hip",
+            "torch 2.9.1+cu128 is a build without ROCm",
+        ),
+        ("__version__ = '2.9.1+rocm6.4'\ncuda = None\nhip = '6.4.43482'\n", "hip", ""),
+        ("", "cuda", ""),
+    ],
+)
+def test_what_a_build_of_torch_lacks(version_file: str, platform: str, lacks: str) -> None:
+    assert build_lacks(version_file, platform) == lacks
+
+
+# RL502
+
+
+def test_a_local_cluster_is_one_node_on_the_cpu_too() -> None:
+    (finding,) = found("RL502", {**CPU, "cluster.num_nodes": 2, "cluster.num_gpus_per_node": 4})
+    assert finding.message == "the launch needs 2 nodes, a local cluster is one"
+    assert (
+        finding.fix == "--num-nodes 1 --num-gpus-per-node 8, or --ray-address HOST:PORT of a running cluster"
+    )
+    assert found("RL502", {**CPU, "cluster.num_gpus_per_node": 64}) == []
+
+
+def test_c051_too_few_gpus_are_shown_node_by_node() -> None:
+    here = len(probe_machine().gpu_names)
+    wanted = here + 1
+    (finding,) = found("RL502", {"cluster.num_nodes": 16, "cluster.num_gpus_per_node": wanted})
+    first, *table = finding.message.splitlines()
+    assert first.startswith(f"the launch needs 16 nodes × {wanted} GPU")
+    assert [line.split() for line in table] == [
+        ["node", "requested", "present"],
+        ["0", str(wanted), str(here)],
+        ["1–15", str(wanted), "none"],
+    ]
+    assert exit_code([finding]) == 5
+
+
+def test_what_a_remote_cluster_has_is_not_this_machines_business() -> None:
+    assert found("RL502", {"cluster.num_nodes": 16, "cluster.ray_address": "head:6379"}) == []
+
+
+# RL503
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_cluster_that_answers(listening: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("RL503", {"cluster.ray_address": f"127.0.0.1:{listening}"}) == []
+    assert found("RL503", {"cluster.ray_address": f"ray://127.0.0.1:{listening}"}) == []
+    assert found("RL503", {"cluster.ray_address": "auto"}) == []
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening}")
+    assert found("RL503", {}) == []
+
+
+def test_c050_a_cluster_that_is_gone_is_named_with_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    (finding,) = found("RL503", {})
+    assert finding.message == f"the Ray cluster at 127.0.0.1:{port} does not answer: connection refused"
+    assert finding.origins == (f'RAY_ADDRESS = "127.0.0.1:{port}"   this environment',)
+    (finding,) = found("RL503", {"cluster.ray_address": f"localhost:{port}"})
+    assert finding.origins[0].startswith(f'cluster.ray_address = "localhost:{port}"   flag')
+
+
+@pytest.mark.parametrize("address", ["head", "head:port", "head:99999", "10.0.0.1:0"])
+def test_an_address_that_is_none(address: str) -> None:
+    (finding,) = found("RL503", {"cluster.ray_address": address})
+    assert finding.message == f"the Ray cluster at {address} is no HOST:PORT"
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])  # RFC 2606 and 5737: nobody is there
+def test_looking_for_a_cluster_takes_half_a_second_at_most(host: str) -> None:
+    begin = time.monotonic()
+    assert unreachable(host, 6379)
+    assert time.monotonic() - begin < 1.0  # the limit, and a busy machine
+
+
+# RL504
+
+
+def test_a_run_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
+    assert check_run_dir(resolved_of({"run.run_dir": str(tmp_path / "a" / "b" / "run")}), resume=False) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_a_run_is_for_resuming_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    values = {"run.run_dir": str(tmp_path)}
+    (finding,) = found("RL504", values)
+    assert finding.message == f"the run directory already holds a run: {tmp_path / 'config.json'} exists"
+    assert finding.fix == "--resume to go on with that run, or another --run-dir"
+    assert check_run_dir(resolved_of(values), resume=True) == []
+
+
+def test_an_unset_run_directory_is_a_new_one_below_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("a file of the user's")
+    assert found("RL504", {}) == []
+    (tmp_path / "runs").write_text("a file, too")
+    (finding,) = found("RL504", {})
+    assert (
+        finding.message == f"the run directory runs cannot be written: {tmp_path / 'runs'} is not a directory"
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody can write")
+def test_a_place_where_nothing_can_be_created_is_named() -> None:
+    (finding,) = found("RL504", {"run.run_dir": "/proc/runs/first"})
+    assert finding.message.startswith("the run directory /proc/runs/first cannot be written: /proc: ")
+    assert exit_code([finding]) == 5
+
+
+# RL505
+
+
+def test_a_disk_with_room_for_reserve_and_checkpoints(tmp_path: Path) -> None:
+    launch = resolved_of({"run.run_dir": str(tmp_path / "run"), "run.disk_reserve_bytes": 0})
+    assert check_disk(launch) == []
+    assert check_disk(launch, checkpoint_bytes=1024) == []
+
+
+def test_a_disk_without_room_is_shown_with_both_numbers(tmp_path: Path) -> None:
+    values = {"run.run_dir": str(tmp_path / "run"), "run.disk_reserve_bytes": MORE_BYTES_THAN_ANY_DISK_HAS}
+    (finding,) = found("RL505", values)
+    begin = f"no room for the run directory {tmp_path / 'run'}: needs 4294967296.00 GiB, "
+    begin += f"the disk of {tmp_path} has "
+    assert finding.message.startswith(begin)
+    free_gib = float(finding.message.removeprefix(begin).removesuffix(" GiB free"))
+    assert free_gib == pytest.approx(shutil.disk_usage(tmp_path).free / 2**30, abs=1.0)
+
+
+def test_checkpoints_count_beside_the_reserve(tmp_path: Path) -> None:
+    launch = resolved_of({"run.run_dir": str(tmp_path), "run.disk_reserve_bytes": 2**30})
+    (finding,) = check_disk(launch, checkpoint_bytes=MORE_BYTES_THAN_ANY_DISK_HAS)
+    assert "needs 4294967297.00 GiB = 4294967296.00 GiB of checkpoints + 1.00 GiB reserve" in finding.message
+    assert finding.origins[-1].startswith("run.save_total_limit = 2")
+
+
+# RL506
+
+needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
+
+
+@needs_shared_memory
+def test_c034_a_bucket_larger_than_shared_memory() -> None:
+    values = {**CPU, "handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS}
+    (finding,) = found("RL506", values)
+    assert finding.message.startswith(
+        "a bucket of the weight update needs 4398046511104 MiB of shared memory, /dev/shm has "
+    )
+    assert "(docker: --shm-size)" in finding.fix
+    smaller = finding.fix.partition(",")[0].split()[1]
+    assert found("RL506", {**values, "handoff.update_weight_buffer_size": int(smaller)}) == []
+
+
+@needs_shared_memory
+def test_a_bucket_is_never_larger_than_the_weights() -> None:
+    launch = resolved_of({**CPU, "handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS})
+    assert check_shared_memory(launch, weights_bytes=4096) == []
+    on_gpus = resolved_of({"handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS})
+    assert check_shared_memory(on_gpus) == [], "Megatron sends over CUDA IPC"
+
+
+# RL507
+
+
+def test_prompt_files_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    there, gone = str(tmp_path / "prompts.jsonl"), str(tmp_path / "held-out.jsonl")
+    assert found("RL507", {"task.prompt_data": there}) == []
+    (finding,) = found("RL507", {"task.prompt_data": there, "task.eval_prompt_data": gone})
+    assert finding.message == f"the prompt file {gone} does not exist"
+    assert finding.fix == "--eval-prompt-data with a JSONL file"
+    (finding,) = found("RL507", {"task.prompt_data": str(tmp_path)})
+    assert finding.message == f"the prompt file {tmp_path} is a directory"

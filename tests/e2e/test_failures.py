@@ -1,0 +1,173 @@
+"""Runs that end early: what is told, what is kept, what goes on, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launching import finish, start
+
+TASK = '{"prompt": "12=", "label": "21"}\n{"prompt": "34=", "label": "43"}\n'
+
+
+def own_reward(tmp_path: Path, body: str) -> tuple[str, ...]:
+    (tmp_path / "p.jsonl").write_text(TASK)
+    (tmp_path / "mine.py").write_text(f"def score(prompt, response, label):\n    {body}\n")
+    return ("--data", "p.jsonl", "--reward", "mine:score", "--num-rollout", "2")
+
+
+def test_a_reward_that_raises_stops_the_run_and_shows_the_prompt(tmp_path: Path):
+    words = own_reward(tmp_path, "raise KeyError('unit') if prompt == '34=' else None; return 1.0")
+    words = own_reward(tmp_path, "return {'12=': 1.0}[prompt]")
+    run = finish(start(tmp_path / "run", *words, cwd=tmp_path), tmp_path / "run")
+    assert run.code == 1
+    text = run.err[run.err.index("error:") :]
+    lines = text.splitlines()
+    assert lines[0] == "error: the reward function raised KeyError: '34='"
+    assert lines[1] == "  prompt: '34='"
+    assert lines[2].startswith("  response: ")
+    assert lines[3:] == [
+        "  label: '43'",
+        "  reward: mine:score",
+        "hint: correct the function; --resume goes on from the last checkpoint",
+    ]
+    assert "Traceback" not in run.err
+    assert json.loads((run.path / "config.json").read_text())["task"]["reward"] == "mine:score"
+
+
+def test_a_reward_of_nan_stops_the_run_and_shows_the_prompt(tmp_path: Path):
+    run = finish(start(tmp_path / "run", *own_reward(tmp_path, "return float('nan')"), cwd=tmp_path), tmp_path / "run")
+    assert run.code == 1
+    lines = run.err[run.err.index("error:") :].splitlines()
+    assert lines[0] == "error: the reward function returned nan, not a finite number"
+    assert lines[1].startswith("  prompt: '")
+    assert lines[-1] == "hint: correct the function; --resume goes on from the last checkpoint"
+
+
+def test_a_pool_that_is_too_small_stops_with_who_holds_what(tmp_path: Path):
+    run = finish(start(tmp_path / "run", "--set", "pools.host_capacity_bytes=1000000", cwd=tmp_path), tmp_path / "run")
+    assert run.code == 4
+    assert "Traceback" not in run.err
+    assert "host" in run.err[run.err.index("error:") :]
+
+
+def processes_below(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_for_rollouts(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        file = path / "metrics.jsonl"
+        if file.exists() and len(file.read_text().splitlines()) >= count:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("the run did not get there")
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_stopped_run_leaves_no_process_and_resumes_bit_for_bit(
+    train: Callable[..., Any], tmp_path: Path, number: signal.Signals, name: str
+):
+    words = ("--num-rollout", "12", "--eval-interval", "4", "--save-interval", "3")
+    whole = train(*words)
+    path = tmp_path / "run"
+    process = start(path, *words, cwd=tmp_path)
+    wait_for_rollouts(path, 5, process)
+    below = processes_below(process.pid)
+    assert len(below) >= 4, "raylet, gcs and workers"
+    started = time.monotonic()
+    process.send_signal(number)
+    stopped = finish(process, path, timeout=30)
+    assert time.monotonic() - started < 10
+    assert stopped.code == 130
+    assert f"interrupted ({name}); go on with: rllaunch train --resume --run-dir {path}" in stopped.err
+    _, alive = psutil.wait_procs(below, timeout=1)
+    assert not alive
+    assert not list(Path("/dev/shm").glob(f"rllaunch-{os.getuid()}-{process.pid}-*"))
+    command = [sys.executable, "-m", "rllaunch", "train", "--resume", "--run-dir", str(path)]
+    resumed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from rollout_0000" in resumed.stderr
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [{k: v for k, v in row.items() if k != "seconds"} for row in rows] == whole.without_seconds()
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_from_its_beginning(
+    train: Callable[..., Any], tmp_path: Path
+):
+    words = ("--num-rollout", "4", "--eval-interval", "2", "--save-interval", "2")
+    whole = train(*words)
+    path = tmp_path / "run"
+    process = start(path, *words, cwd=tmp_path)
+    wait_for_rollouts(path, 1, process)
+    below = processes_below(process.pid)
+    process.kill()
+    process.communicate()
+    # Nobody could clean up after SIGKILL: end what that driver started, by id.
+    for one in below:
+        with_suppressed(one.kill)
+    psutil.wait_procs(below, timeout=5)
+    command = [sys.executable, "-m", "rllaunch", "train", "--resume", "--run-dir", str(path)]
+    resumed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [{k: v for k, v in row.items() if k != "seconds"} for row in rows] == whole.without_seconds()
+
+
+def with_suppressed(call: Callable[[], Any]) -> None:
+    with contextlib.suppress(psutil.Error):
+        call()
+
+
+def test_what_decides_the_results_cannot_change_on_resume(train: Callable[..., Any]):
+    run = train("--num-rollout", "4", "--eval-interval", "2", "--save-interval", "2")
+    command = [sys.executable, "-m", "rllaunch", "train", "--resume", "--run-dir", str(run.path), "--lr", "0.1"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 3
+    assert refused.stderr == (
+        "error: a resumed run keeps what decides its results\n"
+        f"  trainer.lr was 0.002, is 0.1\n  the run's own: {run.path / 'config.json'}\n"
+        "hint: leave these flags out, or start a new run\n"
+    )
+
+
+def test_a_run_directory_in_use_is_refused(train: Callable[..., Any]):
+    run = train("--num-rollout", "4", "--eval-interval", "2", "--save-interval", "2")
+    command = [
+        sys.executable,
+        "-m",
+        "rllaunch",
+        "train",
+        "--model",
+        "tiny",
+        "--hardware",
+        "cpu",
+        "--run-dir",
+        str(run.path),
+    ]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 5
+    assert "error[RL504]" in refused.stdout
+
+
+def test_no_room_on_disk_is_said_before_the_start(tmp_path: Path):
+    run = finish(
+        start(tmp_path / "run", "--set", "run.disk_reserve_bytes=1000000000000000", cwd=tmp_path), tmp_path / "run"
+    )
+    assert run.code == 5
+    assert "error[RL505]" in run.out
+    assert "starting Ray" not in run.err
