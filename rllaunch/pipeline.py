@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rllaunch.doctor.engine import diagnose
+from rllaunch.doctor.engine import RANK, diagnose
 from rllaunch.doctor.finding import Finding
-from rllaunch.errors import RllaunchError
+from rllaunch.errors import RllaunchError, did_you_mean
 from rllaunch.flags import command_of
 from rllaunch.plan.handoff import Schedule, build_schedule, options_of
 from rllaunch.plugins import Plugins, load_plugins
@@ -42,9 +42,21 @@ class Launch:
     def findings(self, *, probe: bool) -> list[Finding]:
         """All findings: plugins and profiles that cannot be used, then every rule's."""
         rules = self.plugins.rules()
-        for side in ("trainer", "rollout"):
-            self.plugins.backends(side)
-        return [*plugin_findings(self.plugins), *diagnose(self.resolved, rules, probe=probe)]
+        backends = [f for side in ("trainer", "rollout") for f in self._backend_findings(side, probe)]
+        found = [*plugin_findings(self.plugins), *backends, *diagnose(self.resolved, rules, probe=probe)]
+        return sorted(found, key=lambda f: (RANK[f.level], f.code))
+
+    def _backend_findings(self, side: str, probe: bool) -> list[Finding]:
+        """A backend that nobody brings, or that this version cannot run yet."""
+        known, key = self.plugins.backends(side), f"{side}.backend"
+        name, where = self.resolved.value(key), (self.resolved.describe(key),)
+        if name not in known:
+            text = f"no plugin brings a {side} backend {name!r}"
+            return [Finding("RL337", "error", text, where, did_you_mean(name, known))]
+        if probe and not known[name].target:
+            text = f"this version of rllaunch cannot run the {name} {side} yet: it resolves, checks and dry-runs"
+            return [Finding("RL508", "error", text, where, f"--{side}-backend embedded runs on one machine")]
+        return []
 
     def command(self) -> list[str]:
         """The explicit command: every key that some layer set to other than its default, as a flag.

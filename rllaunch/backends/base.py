@@ -31,15 +31,12 @@ class BackendSpec:
 
     Args:
         name: what `trainer.backend` or `rollout.backend` says.
-        target: `module:Class`, imported only where it runs.
-        modules: importable names it needs; the doctor looks for them before anything starts.
-        install: what to type when one is missing.
+        target: `module:Class`, imported only where it runs; empty for one that launches can name, to be
+            checked and dry-run, before this version can run it.
     """
 
     name: str
     target: str
-    modules: tuple[str, ...] = ()
-    install: str = ""
 
     def load(self) -> Callable[..., Any]:
         module, _, attribute = self.target.partition(":")
