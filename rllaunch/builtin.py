@@ -26,19 +26,11 @@ def rllaunch_rules() -> Sequence[Rule]:
 def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
     from rllaunch.backends.base import BackendSpec
 
-    return [
-        BackendSpec(
-            "embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer", ("torch", "transformers"), "rllaunch"
-        ),
-    ]
+    return [BackendSpec("embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer"), BackendSpec("megatron", "")]
 
 
 @hookimpl
 def rllaunch_rollout_backends() -> Sequence[BackendSpec]:
     from rllaunch.backends.base import BackendSpec
 
-    return [
-        BackendSpec(
-            "embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine", ("torch", "transformers"), "rllaunch"
-        ),
-    ]
+    return [BackendSpec("embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine"), BackendSpec("sglang", "")]
