@@ -153,3 +153,11 @@ def test_secrets_never_reach_a_command_line_or_the_environment_table(rllaunch: A
 
 def test_colour_only_for_a_terminal(rllaunch: Any):
     assert "\033[" not in rllaunch("doctor", "--no-probe", *DSV4, "--lora-rank", "16").out
+
+
+def test_a_secret_in_the_configuration_is_refused_without_being_shown(rllaunch: Any):
+    result = rllaunch("train", *DSV4, "--set", "env.HF_TOKEN=hf_do_not_print")
+    assert result.code == 3
+    assert "error[RL338]" in result.out
+    assert "  env.HF_TOKEN = …   flag: --set env.HF_TOKEN=…" in result.out
+    assert "hf_do_not_print" not in result.out + result.err
