@@ -2,7 +2,8 @@
 
 A plugin is a module (or an object) registered under the entry-point group `rllaunch`, whose functions
 carry `@rllaunch.hooks.hookimpl`. What ships with rllaunch comes through the same hooks. A hook that
-returns nonsense is a finding naming plugin and version, never a crash.
+raises or returns nonsense is a finding naming plugin and version, never a crash. Each plugin answers for
+itself, rllaunch first and then in the order of their names: `tryfirst` changes nothing, wrappers are refused.
 
     # my_plugin.py
     from rllaunch.hooks import hookimpl
@@ -61,7 +62,8 @@ class Specs:
     def rllaunch_profile_dirs(self) -> Sequence[Path | Traversable]:
         """Directories of profile files (`*.toml`, searched recursively).
 
-        Moment: when profiles are first looked up. Used by: the profiles that ship with rllaunch.
+        Moment: when profiles are first looked up.
+        Used by: the profiles that ship with rllaunch.
         """
         raise NotImplementedError
 
@@ -69,7 +71,9 @@ class Specs:
     def rllaunch_profiles(self) -> Sequence[Profile]:
         """Profiles built in Python, for facts that live in a database or are computed.
 
-        Moment: after the profile directories were read. Used by: `rllaunch-example`.
+        Every fact needs its `fact_source`. A name that is taken is a finding, here and in the directories.
+        Moment: after the profile directories were read.
+        Used by: `rllaunch-example`.
         """
         raise NotImplementedError
 
@@ -77,8 +81,14 @@ class Specs:
     def rllaunch_layers(self, model: str, hardware: str) -> Mapping[str, Any]:
         """Values for a (model, hardware) pair as nested `{section: {key: value}}`; `{}` for none.
 
-        Moment: while resolving, above the cell's profile and below the task. Names are those of the
-        profiles that were chosen. Used by: `rllaunch-example`.
+        Not for `model.name`, `hardware.name` and `task.name`, which are chosen before.
+
+        Args:
+            model: name of the model profile that was chosen, not the alias it was asked for by.
+            hardware: name of the hardware profile that was chosen.
+
+        Moment: while resolving; the values stand above the cell's profile and below the task.
+        Used by: `rllaunch-example`.
         """
         raise NotImplementedError
 
@@ -86,7 +96,9 @@ class Specs:
     def rllaunch_rules(self) -> Sequence[Rule]:
         """Rules of the doctor.
 
-        Moment: before a diagnosis. A code that is taken is a finding. Used by: the built-in rules.
+        A code that is taken is a finding; `RL9xx` is for plugins.
+        Moment: before a diagnosis.
+        Used by: the built-in rules.
         """
         raise NotImplementedError
 
@@ -112,6 +124,10 @@ class Specs:
     def rllaunch_run_observers(self, config: LaunchConfig, run_dir: Path) -> Sequence[RunObserver]:
         """Sinks for metrics and events of a run.
 
+        Args:
+            config: the launch as resolved; frozen.
+            run_dir: the run's directory, which exists; a sink may write a file of its own into it.
+
         Moment: in the driver, after the run directory exists and before the first step.
         Used by: `rllaunch-example` (a CSV file).
         """
@@ -119,7 +135,12 @@ class Specs:
 
     @hookspec
     def rllaunch_commands(self, app: typer.Typer) -> None:
-        """Add commands to the command line with `@app.command()`.
+        """Add commands to the command line with `@app.command()`; what it returns is not looked at.
+
+        All commands of a plugin or, where it raises or one has a name that is taken, none.
+
+        Args:
+            app: an app of the plugin's own, whose commands then join rllaunch's.
 
         Moment: when a command is not one of the built-in ones, and for `rllaunch --help`.
         Used by: `rllaunch-example`.
@@ -128,9 +149,13 @@ class Specs:
 
     @hookspec(firstresult=True)
     def rllaunch_detect_hardware(self, machine: MachineFacts) -> str | None:
-        """The hardware profile of this machine for `--hardware auto`, or None if unknown.
+        """The hardware profile of this machine, or None if unknown.
 
-        Moment: only with `--hardware auto`; the first plugin that knows the machine wins, plugins
-        before the built-in detection. Used by: the built-in detection.
+        Args:
+            machine: its GPUs as NVML names them, its processor and its host memory.
+
+        Moment: only with `--hardware auto`. The first plugin that knows the machine wins; where none does,
+        the GPU names under `[detect]` in the hardware profiles decide.
+        Used by: `rllaunch-example`.
         """
         raise NotImplementedError

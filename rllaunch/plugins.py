@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points, version
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from rllaunch import builtin
-from rllaunch.errors import PluginError
+from rllaunch.errors import PluginError, RllaunchError, did_you_mean
 from rllaunch.hooks import PROJECT, RunObserver, Specs
 
 if TYPE_CHECKING:
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
     from rllaunch.resolve.schema import LaunchConfig
 
 DISABLE_VARIABLE = "RLLAUNCH_DISABLE_PLUGINS"
+# Code of others: one that calls sys.exit() is no reason for rllaunch to end.
+_ANY_ERROR = (Exception, SystemExit)
+# Profiles are chosen before the layers of plugins are asked for.
+_NOT_IN_A_LAYER = ("model", "hardware", "task")
 
 
 @dataclass
 class PluginInfo:
-    """A plugin as `rllaunch plugins` lists it."""
+    """A plugin as `rllaunch plugins` lists it; `error` is the first thing it got wrong."""
 
     name: str
     version: str
@@ -44,47 +49,73 @@ class PluginInfo:
 
 @dataclass
 class Plugins:
-    """All plugins of this installation, behind one typed method a hook."""
+    """All plugins of this installation, behind one typed method a hook. They are asked in the order of their names."""
 
     manager: pluggy.PluginManager
     infos: dict[str, PluginInfo]
     problems: list[PluginError] = field(default_factory=list)
     _store: ProfileStore | None = None
 
+    def check(self, commands: Collection[str] = ()) -> None:
+        """Ask every hook that needs no run, so that `problems` and `infos` hold what is wrong with any plugin.
+
+        Args:
+            commands: names of the built-in commands, which no plugin may take.
+        """
+        import typer
+
+        self.profiles()
+        self.rules()
+        for side in ("trainer", "rollout"):
+            self.backends(side)
+        self.add_commands(typer.Typer(), commands)
+
     def profiles(self) -> ProfileStore:
         """Every profile of every plugin; read once."""
         if self._store is None:
             from rllaunch.resolve.profiles import Profile, ProfileStore
 
-            self._store = ProfileStore()
-            for info, dirs in self._ask("rllaunch_profile_dirs"):
-                for directory in self._items(info, "rllaunch_profile_dirs", dirs, os.PathLike):
-                    self._store.add_directory(directory, info.label)
-            for info, profiles in self._ask("rllaunch_profiles"):
-                for profile in self._items(info, "rllaunch_profiles", profiles, Profile):
-                    self._store.add(profile)
+            store = self._store = ProfileStore()
+            hook = "rllaunch_profile_dirs"
+            for info, dirs in self._ask(hook):
+                for directory in self._items(info, hook, dirs, _is_directory, "a list of paths"):
+                    before = len(store.problems)
+                    path = Path(directory) if isinstance(directory, os.PathLike) else directory
+                    store.add_directory(path, info.label)
+                    _mark_broken(info, store.problems[before:])
+            hook = "rllaunch_profiles"
+            for info, profiles in self._ask(hook):
+                for profile in self._items(info, hook, profiles, _is_a(Profile, "name"), "a list of profiles"):
+                    before = len(store.problems)
+                    store.add(replace(profile, plugin=info.label))
+                    _mark_broken(info, store.problems[before:])
         return self._store
 
     def layers(self, model: str, hardware: str) -> list[tuple[PluginInfo, Mapping[str, Any]]]:
+        """What plugins set for this pair; a layer the schema would refuse is a problem and left out whole."""
         answers = []
         for info, layer in self._ask("rllaunch_layers", model=model, hardware=hardware):
-            if not isinstance(layer, Mapping) or not all(isinstance(v, Mapping) for v in layer.values()):
-                self._nonsense(info, "rllaunch_layers", layer, "a mapping {section: {key: value}}")
+            if expected := _mistake_in_layer(layer):
+                self._nonsense(info, "rllaunch_layers", layer, expected)
             elif layer:
                 answers.append((info, layer))
         return answers
 
     def rules(self) -> list[Rule]:
-        """Rules of all plugins, the built-in ones first, each marked with its plugin."""
-        from dataclasses import replace
+        """Rules of all plugins, the built-in ones first, each marked with its plugin.
 
+        Rules whose code is taken are among them: the doctor has the word on that.
+        """
         from rllaunch.doctor.finding import Rule
 
-        return [
-            replace(rule, plugin=info.label)
-            for info, rules in self._ask("rllaunch_rules")
-            for rule in self._items(info, "rllaunch_rules", rules, Rule)
-        ]
+        found: list[Rule] = []
+        owner: dict[str, str] = {}
+        for info, rules in self._ask("rllaunch_rules"):
+            for rule in self._items(info, "rllaunch_rules", rules, _is_a(Rule, "code"), "a list of rules"):
+                if owner.setdefault(rule.code, info.name) != info.name:
+                    info.error = info.error or f"rule code {rule.code} is taken by {self.infos[owner[rule.code]].label}"
+                found.append(replace(rule, plugin=info.label))
+        return found
 
     def backends(self, side: str) -> dict[str, BackendSpec]:
         """Backends of the `trainer` or the `rollout` side, by name."""
@@ -94,121 +125,174 @@ class Plugins:
         found: dict[str, BackendSpec] = {}
         owner: dict[str, str] = {}
         for info, specs in self._ask(hook):
-            for spec in self._items(info, hook, specs, BackendSpec):
+            for spec in self._items(info, hook, specs, _is_a(BackendSpec, "name"), "a list of BackendSpec"):
                 if spec.name in found:
-                    self.problems.append(
-                        PluginError(
-                            f"{side} backend name {spec.name!r} is taken by {owner[spec.name]}",
-                            info.label,
-                            "give the backend another name, or uninstall one of the two plugins",
-                        )
+                    self._blame(
+                        info,
+                        f"{side} backend name {spec.name!r} is taken by {owner[spec.name]}",
+                        info.label,
+                        "give the backend another name, or uninstall one of the two plugins",
                     )
                     continue
                 found[spec.name], owner[spec.name] = spec, info.label
         return found
 
     def observers(self, config: LaunchConfig, run_dir: Path) -> list[tuple[PluginInfo, RunObserver]]:
+        hook = "rllaunch_run_observers"
         return [
             (info, observer)
-            for info, observers in self._ask("rllaunch_run_observers", config=config, run_dir=run_dir)
-            for observer in self._items(info, "rllaunch_run_observers", observers, object)
+            for info, observers in self._ask(hook, config=config, run_dir=run_dir)
+            for observer in self._items(info, hook, observers, _is_observer, "a list of RunObserver")
         ]
 
-    def add_commands(self, app: Any) -> None:
-        for _ in self._ask("rllaunch_commands", app=app):
-            pass
+    def add_commands(self, app: Any, taken: Collection[str] = ()) -> None:
+        """Add the commands of all plugins to a Typer app; all of a plugin's or, where one is wrong, none.
+
+        Args:
+            taken: names that are others' already.
+        """
+        import typer
+
+        hook = "rllaunch_commands"
+        owner = dict.fromkeys(taken, self.infos[PROJECT].label)
+        for impl in self._impls(hook):
+            # Each plugin fills an app of its own first: whatever it does to it stays there.
+            own = typer.Typer()
+            own.callback()(lambda: None)
+            for info, _ in self._call(impl, hook, {"app": own}):
+                try:
+                    names: list[str] = list(getattr(typer.main.get_command(own), "commands", {}))
+                except _ANY_ERROR as err:
+                    self._failed(info, hook, err)
+                    continue
+                if clash := next((name for name in names if name in owner), ""):
+                    self._blame(
+                        info,
+                        f"command {clash!r} of plugin {info.label} is taken by {owner[clash]}",
+                        info.module,
+                        "none of its commands is there; give it another name, or uninstall one of the two plugins",
+                    )
+                    continue
+                owner |= dict.fromkeys(names, info.label)
+                app.registered_commands += own.registered_commands
+                app.registered_groups += own.registered_groups
 
     def detect_hardware(self, machine: MachineFacts) -> str | None:
-        for info, answer in self._ask("rllaunch_detect_hardware", machine=machine):
-            if isinstance(answer, str):
+        hook = "rllaunch_detect_hardware"
+        known = {n.casefold() for p in self.profiles().of_kind("hardware") for n in (p.name, *p.aliases)}
+        for info, answer in self._ask(hook, machine=machine):
+            if isinstance(answer, str) and answer.casefold() in known:
                 return answer
             if answer is not None:
-                self._nonsense(info, "rllaunch_detect_hardware", answer, "a profile name or None")
+                self._nonsense(info, hook, answer, "the name of a hardware profile, or None")
         from rllaunch.resolve.detect import match_hardware
 
         return match_hardware(machine, self.profiles().detect_table())
 
-    def _ask(self, hook: str, **arguments: Any) -> list[tuple[PluginInfo, Any]]:
+    def _ask(self, hook: str, **arguments: Any) -> Iterator[tuple[PluginInfo, Any]]:
         """Each plugin's own answer, so that one that raises is named and the others still count."""
-        answers = []
-        for impl in getattr(self.manager.hook, hook).get_hookimpls():
-            info = self.infos[impl.plugin_name]
-            wanted = {name: arguments[name] for name in impl.argnames if name in arguments}
-            try:
-                answers.append((info, impl.function(**wanted)))
-            except Exception as err:
-                self.problems.append(
-                    PluginError(
-                        f"plugin {info.label} failed in {hook}: {type(err).__name__}: {err}",
-                        info.module,
-                        "update or uninstall the plugin",
-                    )
-                )
-        return answers
+        for impl in self._impls(hook):
+            yield from self._call(impl, hook, arguments)
 
-    def _items(self, info: PluginInfo, hook: str, answer: Any, kind: type | Any) -> Iterable[Any]:
+    def _impls(self, hook: str) -> list[pluggy.HookImpl]:
+        """In the order of `infos`, rllaunch first: no `tryfirst` or `trylast` takes a built-in's names."""
+        order = {name: place for place, name in enumerate(self.infos)}
+        impls: list[pluggy.HookImpl] = getattr(self.manager.hook, hook).get_hookimpls()
+        return sorted(impls, key=lambda impl: order[impl.plugin_name])
+
+    def _call(self, impl: pluggy.HookImpl, hook: str, arguments: Mapping[str, Any]) -> Iterator[tuple[PluginInfo, Any]]:
+        """One plugin and its answer, or nothing where it raises."""
+        info = self.infos[impl.plugin_name]
+        wanted = {name: arguments[name] for name in impl.argnames if name in arguments}
+        try:
+            answer = impl.function(**wanted)
+        except _ANY_ERROR as err:
+            self._failed(info, hook, err)
+            return
+        yield info, answer
+
+    def _items(
+        self, info: PluginInfo, hook: str, answer: Any, is_good: Callable[[Any], bool], expected: str
+    ) -> Iterable[Any]:
         if not isinstance(answer, Sequence) or isinstance(answer, (str, bytes)):
-            self._nonsense(info, hook, answer, "a list")
+            self._nonsense(info, hook, answer, expected)
             return []
         good = []
         for item in answer:
-            if isinstance(item, kind):
+            if is_good(item):
                 good.append(item)
             else:
-                self._nonsense(info, hook, item, f"items of type {getattr(kind, '__name__', kind)}")
+                self._nonsense(info, hook, answer, f"{expected}; {reprlib.repr(item)} is none")
         return good
 
+    def _failed(self, info: PluginInfo, hook: str, error: BaseException) -> None:
+        text = f"failed in {hook}: {type(error).__name__}: {error}"
+        self._blame(info, f"plugin {info.label} {text}", info.module, "update or uninstall the plugin")
+
     def _nonsense(self, info: PluginInfo, hook: str, answer: Any, expected: str) -> None:
-        text = repr(answer)
-        self.problems.append(
-            PluginError(
-                f"plugin {info.label} answered {hook} with {text if len(text) < 80 else text[:77] + '…'}",
-                info.module,
-                f"the hook returns {expected}; update or uninstall the plugin",
-            )
+        self._blame(
+            info,
+            f"plugin {info.label} answered {hook} with {reprlib.repr(answer)}",
+            info.module,
+            f"the hook returns {expected}; update or uninstall the plugin",
         )
+
+    def _blame(self, info: PluginInfo, what: str, where: str, fix: str) -> None:
+        self.problems.append(PluginError(what, where, fix))
+        info.error = info.error or what.removeprefix(f"plugin {info.label} ")
 
 
 def load_plugins(extra: Iterable[tuple[str, object]] = ()) -> Plugins:
     """The built-in plugin and every installed one; `extra` are (name, plugin) pairs, for tests.
 
-    `RLLAUNCH_DISABLE_PLUGINS` (names separated by commas) leaves plugins out.
+    `RLLAUNCH_DISABLE_PLUGINS` (names as `rllaunch plugins` lists them, separated by commas) leaves plugins out.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specs)
-    own = version("rllaunch")
-    infos = {"rllaunch": PluginInfo("rllaunch", own, builtin.__name__)}
-    plugins = Plugins(manager, infos)
-    manager.register(builtin, "rllaunch")
+    plugins = Plugins(manager, {})
+    _register(plugins, PluginInfo(PROJECT, version(PROJECT), builtin.__name__), lambda: builtin)
     disabled = {n.strip() for n in os.environ.get(DISABLE_VARIABLE, "").split(",") if n.strip()}
-    for entry in sorted(entry_points(group=PROJECT), key=lambda e: (e.dist is None or e.dist.name != PROJECT, e.name)):
-        if entry.name not in disabled:
-            _register_entry(plugins, entry)
+    found: dict[str, PluginInfo] = {}
+    for entry in sorted(entry_points(group=PROJECT), key=lambda e: (_distribution(e)[0] != PROJECT, e.name, e.value)):
+        distribution, its_version = _distribution(entry)
+        # A name two distributions chose stays with the first; the other goes by its distribution's too.
+        is_taken = distribution == PROJECT or entry.name in (PROJECT, *found)
+        name = f"{distribution}:{entry.name}" if is_taken else entry.name
+        if name in found:
+            continue
+        info = found[name] = PluginInfo(name, its_version, entry.value)
+        if name not in disabled:
+            _register(plugins, info, entry.load)
     for name, plugin in extra:
-        _register(plugins, PluginInfo(name, "test", type(plugin).__name__), partial(_given, plugin))
+        module = getattr(plugin, "__name__", type(plugin).__name__)
+        _register(plugins, PluginInfo(name, "test", module), _giving(plugin))
+    for name in sorted(disabled - set(found)):
+        hint = did_you_mean(name, found, "can be left out")
+        plugins.problems.append(PluginError(f"{DISABLE_VARIABLE} names {name!r}, which is no plugin", "", hint))
     return plugins
 
 
-def _given(plugin: object) -> object:
-    return plugin
-
-
-def _register_entry(plugins: Plugins, entry: EntryPoint) -> None:
-    distribution = entry.dist.name if entry.dist else "?"
-    name = f"{distribution}:{entry.name}" if distribution == PROJECT else entry.name
-    _register(plugins, PluginInfo(name, entry.dist.version if entry.dist else "?", entry.value), entry.load)
+def _distribution(entry: EntryPoint) -> tuple[str, str]:
+    """Name and version of what an entry point belongs to; `?` where its metadata cannot be read."""
+    try:
+        assert entry.dist is not None, "installed entry points have one"
+        return entry.dist.name or "?", entry.dist.version or "?"
+    except Exception:
+        return "?", "?"
 
 
 def _register(plugins: Plugins, info: PluginInfo, load: Callable[[], object]) -> None:
+    assert info.name not in plugins.infos, f"two plugins go by the name {info.name}"
     plugins.infos[info.name] = info
+    manager, plugin = plugins.manager, None
     try:
         plugin = load()
-        plugins.manager.register(plugin, info.name)
-        plugins.manager.check_pending()
-    except Exception as err:
-        info.error = f"{type(err).__name__}: {err}"
-        if plugins.manager.get_plugin(info.name) is not None:
-            plugins.manager.unregister(name=info.name)
+        manager.register(plugin, info.name)
+        info.hooks = _checked_hooks(manager, plugin)
+    except _ANY_ERROR as err:
+        info.error = err.what if isinstance(err, PluginError) else f"{type(err).__name__}: {err}"
+        if plugin is not None and manager.get_plugin(info.name) is plugin:
+            manager.unregister(name=info.name)
         plugins.problems.append(
             PluginError(
                 f"plugin {info.label} cannot be used: {info.error}",
@@ -216,6 +300,67 @@ def _register(plugins: Plugins, info: PluginInfo, load: Callable[[], object]) ->
                 f"update or uninstall it, or leave it out with {DISABLE_VARIABLE}={info.name}",
             )
         )
-        return
-    hooks = [h.name for h in plugins.manager.get_hookcallers(plugin) or []]
-    info.hooks = tuple(sorted(h.removeprefix("rllaunch_") for h in hooks))
+
+
+def _checked_hooks(manager: pluggy.PluginManager, plugin: object) -> tuple[str, ...]:
+    """The hooks a registered plugin implements, without their prefix.
+
+    Raises:
+        PluginError: one of them does not exist or is a wrapper, or there is none.
+    """
+    hooks = []
+    known = [name for name in vars(Specs) if name.startswith(f"{PROJECT}_")]
+    for caller in manager.get_hookcallers(plugin) or []:
+        impl = next(i for i in caller.get_hookimpls() if i.plugin is plugin)
+        if impl.wrapper or impl.hookwrapper:
+            raise PluginError(f"{caller.name} is a wrapper: each plugin answers for itself")
+        if caller.has_spec():
+            hooks.append(caller.name.removeprefix(f"{PROJECT}_"))
+        elif not impl.optionalhook:
+            raise PluginError(f"there is no hook {caller.name}: {did_you_mean(caller.name, known)}")
+    if not hooks:
+        raise PluginError("it implements no hook: mark its functions with @rllaunch.hooks.hookimpl")
+    return tuple(sorted(hooks))
+
+
+def _giving(plugin: object) -> Callable[[], object]:
+    return lambda: plugin
+
+
+def _mark_broken(info: PluginInfo, problems: Sequence[RllaunchError]) -> None:
+    if problems:
+        info.error = info.error or problems[0].what
+
+
+def _is_a(kind: type, name: str) -> Callable[[Any], bool]:
+    """Whether something is of a kind, and named by a text."""
+    return lambda item: isinstance(item, kind) and isinstance(getattr(item, name), str)
+
+
+def _is_directory(item: Any) -> bool:
+    return isinstance(item, (os.PathLike, Traversable))
+
+
+def _is_observer(item: Any) -> bool:
+    moments = [name for name in vars(RunObserver) if name.startswith("on_")]
+    return not isinstance(item, type) and any(callable(getattr(item, name, None)) for name in moments)
+
+
+def _mistake_in_layer(layer: Any) -> str:
+    """What a plugin's layer should have been; empty where it can be used."""
+    is_nested = isinstance(layer, Mapping) and all(isinstance(values, Mapping) for values in layer.values())
+    if not is_nested or not all(isinstance(key, str) for table in (layer, *layer.values()) for key in table):
+        return "a mapping {section: {key: value}}"
+    from pydantic import ValidationError
+
+    from rllaunch.resolve.schema import LaunchConfig
+
+    for section in _NOT_IN_A_LAYER:
+        if "name" in layer.get(section, {}):
+            return f"no {section}.name: it is chosen before"
+    try:
+        LaunchConfig.model_validate(layer)
+    except ValidationError as err:
+        first = err.errors()[0]
+        return f"what the configuration takes ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+    return ""

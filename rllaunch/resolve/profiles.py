@@ -75,7 +75,10 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
     Raises:
         ConfigError: malformed, incomplete, or with tables or keys that mean nothing; the text names `place:line`.
     """
-    data = parse_toml(text, place)
+    try:
+        data = parse_toml(text, place)
+    except ConfigError as err:
+        raise ConfigError(err.what, [f"{line} ({plugin})" for line in err.where], err.fix) from err
     lines = key_lines(text)
 
     def fail(key: str, what: str, fix: str) -> ConfigError:

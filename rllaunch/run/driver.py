@@ -130,14 +130,15 @@ class RayWorkers:
 
 
 class ManagerActor:
-    """The rollout manager as an actor: each answer carries the memory after it."""
+    """The rollout manager as an actor: each answer carries the memory after it.
 
-    def __init__(self, *arguments: Any) -> None:
+    Built in `start`, not in the constructor: what fails there reaches the driver in its own words.
+    """
+
+    def start(self, *arguments: Any) -> None:
         from rllaunch.run.rollout_manager import make_manager
 
         self.manager = make_manager(*arguments)
-
-    def start(self) -> None:
         self.manager.start()
 
     def region_bytes(self) -> Mapping[Region, int]:
@@ -193,18 +194,17 @@ def _start(
         return {"scheduling_strategy": strategy, "num_cpus": 0.4, **share}
 
     say(f"starting {len(slots)} trainer rank{'s' if len(slots) > 1 else ''} and the rollout engines")
-    manager = (
-        ray.remote(ManagerActor)
-        .options(**at(bundles[0]))
-        .remote(context, slots, inputs.rollout.target, inputs.prompts, inputs.eval_prompts, config.task.reward)
-    )
+    manager = ray.remote(ManagerActor).options(**at(bundles[0])).remote()
     started.append(manager)
+    task = (inputs.prompts, inputs.eval_prompts, config.task.reward)
+    waiting = [manager.start.remote(context, slots, inputs.rollout.target, *task)]
     ranks = []
     for slot, bundle in zip(slots, bundles, strict=True):
-        ranks.append(ray.remote(TrainerRank).options(**at(bundle)).remote(context, slot, inputs.trainer.target))
+        ranks.append(ray.remote(TrainerRank).options(**at(bundle)).remote())
         started.append(ranks[-1])
+        waiting.append(ranks[-1].build.remote(context, slot, inputs.trainer.target))
     with told():
-        ray.get(manager.start.remote())
+        ray.get(waiting)
     workers = RayWorkers(inputs, manager, TrainGroup(ranks), record)
     if inputs.resume:
         at_checkpoint = workers.checkpoint.name if workers.checkpoint else "the beginning (no checkpoint was saved)"
@@ -304,10 +304,10 @@ def told() -> Iterator[None]:
             "--resume goes on from the last checkpoint",
         ) from err
     except (ActorDiedError, RayActorError) as err:
-        lines = str(err).strip().splitlines()
+        lines = [line.strip() for line in str(err).strip().splitlines() if line.strip()]
         raise RunError(
             "a worker process died",
-            [line.strip() for line in lines[:4]],
+            list(dict.fromkeys([*lines[:3], *lines[-2:]])),
             "was it killed for memory? `dmesg` and Ray's session log know; --resume goes on from the last checkpoint",
         ) from None
 

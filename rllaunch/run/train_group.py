@@ -45,11 +45,12 @@ class ManagerSink:
 
 
 class TrainerRank:
-    """One rank, in its own process."""
+    """One rank, in its own process. Built in `build`, whose errors reach the driver in their own words."""
 
-    def __init__(self, context: LaunchContext, slot: Slot, target: str) -> None:
-        self.context = context
-        self.backend: TrainerBackend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
+    backend: TrainerBackend
+
+    def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
+        self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
 
     def region_bytes(self) -> Mapping[Region, int]:
         return self.backend.region_bytes()

@@ -85,7 +85,9 @@ def checksum(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
         digest.update(name.encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()))
+        # A copy, because torch never again resizes a storage that numpy has seen.
+        flat = tensor.detach().to("cpu", copy=True).contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,275 @@
+"""The embedded rollout engine: samples from a `transformers` model with a KV cache allocated beforehand."""
+
+# B rows, U unique prompts, P prompt tokens (left-padded), L response tokens, V vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
+from rllaunch.backends.embedded.cache import FlatCache, cache_layout, layer_shapes
+from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
+from rllaunch.backends.embedded.layout import Layout, checksum, dtype_of, lay_out, move_parameters, nbytes_of
+from rllaunch.backends.embedded.model import build_model, engine_dtype, special_ids
+from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
+from rllaunch.backends.embedded.shared_file import SharedFile
+from rllaunch.backends.embedded.sizes import arena_bytes, read_memory
+from rllaunch.errors import RunError
+from rllaunch.plan.handoff import ENGINE_REGIONS, Region
+
+
+class EmbeddedEngine:
+    """One engine of a slot. See `rllaunch.backends.base.RolloutEngine` for the promises."""
+
+    def __init__(self, context: LaunchContext, slot: Slot) -> None:
+        torch.set_num_threads(context.config.run.torch_num_threads)
+        self.context = context
+        self.slot = slot
+        self.version: int | None = None
+        self._owner = f"engine-{slot.index}"
+        self._updating: int | None = None
+        self._missing: set[str] = set()
+        self._bucket_file: SharedFile | None = None
+        rollout = context.config.rollout
+        self.max_rows = math.ceil(context.config.num_samples / context.num_slots)
+        self.response_len = rollout.rollout_max_response_len
+        self.total_len = context.max_prompt_tokens + self.response_len
+        dtype = engine_dtype(context)
+        meta = build_model(context, dtype=dtype, device="meta")
+        self._layouts: dict[Region, Layout] = {
+            "weights": lay_out([("engine", meta.named_parameters())]),
+            "kv_cache": cache_layout(layer_shapes(meta), self.max_rows, self.total_len, dtype),
+            "cuda_graph": _workspace_layout(self.max_rows, self.total_len, self.response_len),
+        }
+        # What a full update sends, or with LoRA only the adapters: exactly these names must come.
+        self._sent = {n for n, p in meta.named_parameters() if p.requires_grad}
+        self._device_pool, self._host_pool = open_pools(context, slot)
+        device = slot.device
+        self._buffers = {
+            r: FlatBuffer(self._device_pool, self._owner, r, layout.nbytes, device)
+            for r, layout in self._layouts.items()
+        }
+        self._copies = self._host_copies()
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        return {r: layout.nbytes for r, layout in self._layouts.items()}
+
+    def start(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.allocate()
+        self.model = build_model(self.context, dtype=engine_dtype(self.context))
+        move_parameters(dict(self.model.named_parameters()), self._layouts["weights"], self._buffers["weights"])
+        self.model.requires_grad_(False)
+        self.model.to(self.slot.device)
+        self._weights = self._layouts["weights"].views(self._buffers["weights"])
+        self._cache = FlatCache(self._layouts["kv_cache"], self._buffers["kv_cache"])
+        self._workspace = self._layouts["cuda_graph"].views(self._buffers["cuda_graph"])
+        self.pad_id, self._eos_ids = special_ids(self.model)
+
+    # -- handoff -----------------------------------------------------------------------------------
+
+    def release_memory_occupation(self, tags: Sequence[Region]) -> None:
+        for region in self._known(tags):
+            buffer = self._buffers[region]
+            if region == "weights" and self._copies is not None:
+                self._copies.store(region, buffer.bytes)
+            buffer.free()
+
+    def resume_memory_occupation(self, tags: Sequence[Region]) -> None:
+        for region in self._known(tags):
+            buffer = self._buffers[region]
+            buffer.allocate()
+            if region != "weights":
+                continue
+            if self._copies is not None:
+                self._copies.restore(region, buffer.bytes)
+            else:
+                # The content is gone; NaN shows in the first log-prob if anything used it before the update.
+                for tensor in self._weights.values():
+                    tensor.fill_(math.nan)
+
+    def _known(self, tags: Sequence[Region]) -> Sequence[Region]:
+        for region in tags:
+            if region not in ENGINE_REGIONS:
+                raise RunError(f"{self._owner} has no region {region!r}", "", f"regions: {', '.join(ENGINE_REGIONS)}")
+        return tags
+
+    def _host_copies(self) -> HostCopies | None:
+        options = self.context.options
+        if not options.has_mirror:
+            return None
+        sizes: dict[Region, int] = {"weights": self._layouts["weights"].nbytes}
+        pinned = self.slot.device != "cpu"
+        if options.buffers == "shared" and options.offload_train:
+            arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)
+            return ArenaCopies(arena, self._owner, sizes)
+        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=False, is_pinned=pinned)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def begin_weight_update(self, version: int) -> None:
+        if self._updating is not None:
+            raise RunError(f"{self._owner}: an update to version {self._updating} is under way already")
+        self._require("weights")
+        self._updating = version
+        self._missing = set(self._sent)
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        if self._updating is None:
+            raise RunError(f"{self._owner}: a bucket arrived outside a weight update")
+        content = self._bucket_bytes(bucket)
+        for piece in bucket.tensors:
+            target = self._weights.get(piece.name)
+            if target is None or tuple(target.shape) != piece.shape:
+                has = "has no such tensor" if target is None else f"holds {list(target.shape)}"
+                raise RunError(f"{self._owner} {has}: the update brings {piece.name} {list(piece.shape)}")
+            source = content[piece.offset : piece.offset + nbytes_of(piece)].view(dtype_of(piece)).view(piece.shape)
+            target.copy_(source)
+            self._missing.discard(piece.name)
+
+    def end_weight_update(self, version: int) -> None:
+        if self._updating != version:
+            raise RunError(f"{self._owner}: the update to {self._updating} was ended as one to {version}")
+        if self._missing:
+            some = ", ".join(sorted(self._missing)[:3])
+            raise RunError(f"{self._owner}: the update to version {version} lacks {len(self._missing)} tensors: {some}, …")
+        self._updating = None
+        self.version = version
+
+    def _bucket_bytes(self, bucket: Bucket) -> Tensor:
+        assert isinstance(bucket.handle, str), "on the embedded backend a bucket is a shared file"
+        file = self._bucket_file
+        if file is None or str(file.path) != bucket.handle or file.nbytes < bucket.nbytes:
+            file = self._bucket_file = SharedFile(bucket.handle)
+        return file.bytes[: bucket.nbytes]
+
+    def weights_checksum(self) -> str:
+        self._require("weights")
+        return checksum(self._weights.items())
+
+    # -- sampling ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        """
+        Raises:
+            RunError: something is offloaded, an update is under way, or the weights are of another version.
+        """
+        self._require(*ENGINE_REGIONS)
+        if self._updating is not None:
+            raise RunError(f"{self._owner}: generate during the update to version {self._updating}")
+        if request.version != self.version:
+            raise RunError(
+                f"{self._owner} holds weights of version {self.version}, version {request.version} is asked for",
+                "",
+                "the weight update before this step did not reach the engine",
+            )
+        parts = []
+        for begin in range(0, len(request.prompt_ids_BP), self.max_rows):
+            rows = slice(begin, begin + self.max_rows)
+            uniform = None if request.uniform_BL is None else request.uniform_BL[rows]
+            parts.append(self._generate(request.prompt_ids_BP[rows], request.prompt_lens_B[rows], uniform))
+        ids, logprobs, masks = zip(*parts, strict=True)
+        return GenerateResult(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(masks))
+
+    def _generate(self, prompt_ids_BP, prompt_lens_B, uniform_BL):  # type: ignore[no-untyped-def]
+        B, P = prompt_ids_BP.shape
+        L = self.response_len
+        work = self._workspace
+        device = self.slot.device
+        ids_BL, logp_BL, mask_BL = work["ids"][:B], work["logprobs"][:B], work["mask"][:B]
+        ids_BL.fill_(self.pad_id)
+        logp_BL.zero_()
+        mask_BL.zero_()
+        if uniform_BL is not None:
+            work["uniform"][:B].copy_(torch.from_numpy(np.ascontiguousarray(uniform_BL)))
+        # The samples of a prompt are adjacent: its tokens run through the model once.
+        is_new = np.concatenate(([True], (prompt_ids_BP[1:] != prompt_ids_BP[:-1]).any(axis=1)))
+        prompt_of_row_B = torch.from_numpy(np.cumsum(is_new) - 1).to(device)
+        unique_UP = torch.from_numpy(prompt_ids_BP[is_new]).to(device)
+        lens_B = torch.from_numpy(prompt_lens_B).to(device)
+        is_padded = bool((prompt_lens_B != P).any())
+        attended_BT = work["attended"][:B]
+        attended_BT.fill_(1)
+        if is_padded:
+            attended_BT[:, :P] = (torch.arange(P, device=device) >= P - lens_B[:, None]).to(attended_BT.dtype)
+        self._cache.start(B, prompt_of_row_B)
+        temperature = self.context.config.rollout.rollout_temperature
+        alive_B = torch.ones(B, dtype=torch.bool, device=device)
+        eos = torch.tensor(sorted(self._eos_ids), dtype=torch.long, device=device)
+        step_ids, mask, positions = unique_UP, None, None
+        if is_padded:
+            mask = attended_BT[:, :P][is_new]
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        for t in range(L):
+            out = self.model(
+                input_ids=step_ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits_BV = out.logits[:, -1].float()
+            if t == 0:
+                logits_BV = logits_BV[prompt_of_row_B]
+            if uniform_BL is None:
+                logp_BV = torch.log_softmax(logits_BV, -1)
+                token_B = logits_BV.argmax(-1)
+            else:
+                logp_BV = torch.log_softmax(logits_BV / temperature, -1)
+                cdf_BV = logp_BV.exp().cumsum(-1)
+                # The last token with mass takes what rounding leaves above the sum.
+                point_B1 = work["uniform"][:B, t : t + 1] * cdf_BV[:, -1:]
+                token_B = torch.searchsorted(cdf_BV, point_B1, right=True).squeeze(1).clamp(max=cdf_BV.shape[1] - 1)
+            ids_BL[:, t] = torch.where(alive_B, token_B, self.pad_id)
+            logp_BL[:, t] = torch.where(alive_B, logp_BV.gather(1, token_B[:, None]).squeeze(1), 0.0)
+            mask_BL[:, t] = alive_B.float()
+            alive_B = alive_B & ~torch.isin(token_B, eos)
+            if t + 1 == L or not bool(alive_B.any()):
+                break
+            step_ids = ids_BL[:, t : t + 1]
+            if is_padded:
+                mask = attended_BT[:, : P + t + 1]
+                positions = (lens_B + t)[:, None]
+        # Copies first: torch never again resizes a storage that numpy has seen, and this one must be freed.
+        return tuple(t.to("cpu", copy=True).numpy() for t in (ids_BL, logp_BL, mask_BL))
+
+    def _require(self, *regions: Region) -> None:
+        for region in regions:
+            if not self._buffers[region].is_resident:
+                raise RunError(f"{self._owner}: {region} is used while it is offloaded", "", "onload it first")
+
+    def check_health(self) -> bool:
+        return True
+
+    def memory(self) -> MemoryReading:
+        return read_memory(self._device_pool, self._host_pool)
+
+    def shutdown(self) -> None:
+        if self._copies is not None:
+            self._copies.shutdown()
+        for buffer in self._buffers.values():
+            if buffer.is_resident:
+                buffer.free()
+
+
+def _workspace_layout(num_rows: int, total_len: int, response_len: int) -> Layout:
+    """The static buffers of decoding: what a captured graph would read from and write to."""
+
+    def tensor(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device="meta")
+
+    named = [
+        ("ids", tensor(response_len, torch.int64)),
+        ("attended", tensor(total_len, torch.int64)),
+        ("logprobs", tensor(response_len, torch.float32)),
+        ("mask", tensor(response_len, torch.float32)),
+        ("uniform", tensor(response_len, torch.float32)),
+    ]
+    return lay_out([("workspace", named)])

@@ -1,0 +1,550 @@
+"""The embedded trainer: a `transformers` model, trained with flat parameters, gradients and moments."""
+
+# B samples of a rollout, b rows of a micro-batch, P prompt tokens (left-padded), L response tokens, T = P + L
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rllaunch.algo.advantages import gae, group_advantages, whiten
+from rllaunch.algo.losses import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    kl_estimate,
+    kl_k3,
+    token_logprobs,
+    value_loss,
+)
+from rllaunch.backends.base import (
+    Bucket,
+    LaunchContext,
+    MemoryReading,
+    RankInfo,
+    Slot,
+    TensorSlice,
+    TrainBatch,
+    TrainMetrics,
+    WeightSink,
+)
+from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
+from rllaunch.backends.embedded.layout import Layout, dtype_name, lay_out, move_parameters
+from rllaunch.backends.embedded.model import build_critic, build_model, engine_dtype
+from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
+from rllaunch.backends.embedded.shared_file import SharedFile
+from rllaunch.backends.embedded.sizes import arena_bytes, read_memory
+from rllaunch.errors import RunError
+from rllaunch.plan.handoff import BACKED_UP, Region
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TrainerLayouts:
+    """Where everything lies in the trainer's regions, from shapes alone."""
+
+    params: Layout
+    grads: Layout
+    optimizer: Layout
+    activations: Layout
+    trainable: tuple[str, ...]
+    """Names with a gradient, in the order of `grads`."""
+    sent: tuple[TensorSlice, ...]
+    """What an update sends: of the actor, all that is trainable, in the engine's dtype; offsets in `params`."""
+
+
+def trainer_layouts(context: LaunchContext) -> TrainerLayouts:
+    models = build_models(context, device="meta")
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    for role, model in models.items():
+        for name, parameter in model.named_parameters():
+            group = role if parameter.requires_grad else f"{role} frozen"
+            groups.setdefault(group, []).append((f"{role}.{name}", parameter))
+    trainable = {g: members for g, members in groups.items() if not g.endswith("frozen")}
+    params, grads = lay_out(groups.items()), lay_out(trainable.items())
+    moments = lay_out(
+        (f"{group} {moment}", [(f"{moment}.{n}", p) for n, p in members])
+        for group, members in trainable.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    )
+    actor = {n for n, _ in trainable["actor"]}
+    return TrainerLayouts(
+        params,
+        grads,
+        moments,
+        _batch_layout(context),
+        tuple(n for members in trainable.values() for n, _ in members),
+        tuple(s for s in params.slices if s.name in actor),
+    )
+
+
+def build_models(context: LaunchContext, *, device: str = "cpu") -> dict[str, nn.Module]:
+    """role → model: the actor, with KL the frozen reference, with PPO the critic; all from the same start."""
+    models: dict[str, nn.Module] = {"actor": build_model(context, device=device)}
+    if context.config.algorithm.kl_loss_coef > 0:
+        models["reference"] = build_model(context, device=device, with_lora=False).requires_grad_(False)
+    if context.config.has_critic:
+        models["critic"] = build_critic(context, device=device).requires_grad_(True)
+    return models
+
+
+def _batch_layout(context: LaunchContext) -> Layout:
+    B, L = context.config.num_samples, context.config.rollout.rollout_max_response_len
+    T = context.max_prompt_tokens + L
+    long, real = torch.int64, torch.float32
+
+    def tensor(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(B, width, dtype=dtype, device="meta")
+
+    names = ["mask", "old_logp", "advantage"]
+    names += ["value", "return"] if context.config.has_critic else []
+    named = [("ids", tensor(T, long)), ("attended", tensor(T, long)), *((n, tensor(L, real)) for n in names)]
+    return lay_out([("batch", named)])
+
+
+class EmbeddedTrainer:
+    """One trainer rank. See `rllaunch.backends.base.TrainerBackend` for the promises."""
+
+    def __init__(self, context: LaunchContext, slot: Slot) -> None:
+        torch.set_num_threads(context.config.run.torch_num_threads)
+        self.context = context
+        self.slot = slot
+        self.layouts = trainer_layouts(context)
+        self._owner = f"trainer-{slot.index}"
+        self._device_pool, self._host_pool = open_pools(context, slot)
+        self._buffers: dict[Region, FlatBuffer] = {
+            region: FlatBuffer(self._device_pool, self._owner, region, layout.nbytes, slot.device)
+            for region, layout in self._region_layouts().items()
+        }
+        self._copies = self._host_copies()
+        self._buckets = list(_buckets(context, self.layouts.sent))
+        self._bucket_file: SharedFile | None = None
+        self._num_steps = 0
+        self._world = 1
+        self._rank = 0
+        self._is_built = False
+
+    def _region_layouts(self) -> dict[Region, Layout]:
+        made = self.layouts
+        return {"params": made.params, "optimizer": made.optimizer, "grads": made.grads, "activations": made.activations}
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        sizes: dict[Region, int] = {r: layout.nbytes for r, layout in self._region_layouts().items()}
+        return sizes | {"update_bucket": max(b.nbytes for b in self._buckets)}
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def init(self, rank: RankInfo) -> None:
+        self._rank, self._world = rank.rank, rank.world_size
+        if rank.world_size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://{rank.master_addr}:{rank.master_port}",
+                rank=rank.rank,
+                world_size=rank.world_size,
+            )
+        self.models = build_models(self.context)
+        for model in self.models.values():
+            model.eval().to(self.slot.device)
+        for region in BACKED_UP:
+            self._buffers[region].allocate()
+        named = {f"{role}.{n}": p for role, m in self.models.items() for n, p in m.named_parameters()}
+        move_parameters(named, self.layouts.params, self._buffers["params"])
+        self._buffers["optimizer"].bytes.zero_()
+        self._buffers["grads"].allocate()
+        grads = self.layouts.grads.views(self._buffers["grads"])
+        for name in self.layouts.trainable:
+            named[name].grad = grads[name]
+        self._build_optimizer()
+        self._is_built = True
+
+    def _build_optimizer(self) -> None:
+        """AdamW over one flat parameter a segment; its moments are views of the `optimizer` region."""
+        config = self.context.config
+        trainer, algorithm = config.trainer, config.algorithm
+        moments = {s.group: s.view(self._buffers["optimizer"]) for s in self.layouts.optimizer.segments}
+        values = {s.group: s.view(self._buffers["params"]) for s in self.layouts.params.segments}
+        groups, self._flat = [], {}
+        self._grads = {s.group: s.view(self._buffers["grads"]) for s in self.layouts.grads.segments}
+        for group in self._grads:
+            flat = nn.Parameter(values[group], requires_grad=True)
+            flat.grad = self._grads[group]
+            self._flat[group] = flat
+            lr = algorithm.critic_lr or trainer.lr if group == "critic" else trainer.lr
+            groups.append({"params": [flat], "base_lr": lr})
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=trainer.lr,
+            betas=(trainer.adam_beta1, trainer.adam_beta2),
+            eps=trainer.adam_eps,
+            weight_decay=trainer.weight_decay,
+        )
+        for group, flat in self._flat.items():
+            self.optimizer.state[flat] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": moments[f"{group} exp_avg"],
+                "exp_avg_sq": moments[f"{group} exp_avg_sq"],
+            }
+
+    def _host_copies(self) -> HostCopies | None:
+        options = self.context.options
+        if not options.offload_train:
+            return None
+        sizes: dict[Region, int] = {r: self._region_layouts()[r].nbytes for r in BACKED_UP}
+        pinned = self.slot.device != "cpu"
+        if options.buffers == "shared":
+            arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)
+            return ArenaCopies(arena, self._owner, sizes)
+        retained = options.buffers == "retained"
+        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=retained, is_pinned=pinned)
+
+    # -- handoff -----------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        if self._copies is None or not self._buffers["params"].is_resident:
+            return
+        if self._buffers["grads"].is_resident:
+            self._buffers["grads"].free()
+        for region in BACKED_UP:
+            self._copies.store(region, self._buffers[region].bytes)
+            self._buffers[region].free()
+
+    def onload(self) -> None:
+        if self._copies is None or self._buffers["params"].is_resident:
+            return
+        for region in BACKED_UP:
+            self._buffers[region].allocate()
+            self._copies.restore(region, self._buffers[region].bytes)
+        self._buffers["grads"].allocate()
+
+    def clear_memory(self) -> None:
+        if self._buffers["grads"].is_resident:
+            self._buffers["grads"].free()
+
+    def memory(self) -> MemoryReading:
+        return read_memory(self._device_pool, self._host_pool)
+
+    def shutdown(self) -> None:
+        if self._copies is not None:
+            self._copies.shutdown()
+        for buffer in self._buffers.values():
+            if buffer.is_resident:
+                buffer.free()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def train(self, batch: TrainBatch) -> TrainMetrics:
+        """Train on one rollout.
+
+        Every rank is given all samples and takes its share of each optimizer step's; denominators are
+        those of all ranks, so that the sum of the ranks' gradients is the gradient of one rank.
+        """
+        for region in ("params", "optimizer", "grads"):
+            if not self._buffers[region].is_resident:
+                raise RunError(f"{self._owner}: train while {region} is offloaded", "", "onload first")
+        buffer = self._buffers["activations"]
+        buffer.allocate()
+        try:
+            work = self.layouts.activations.views(buffer)
+            self._load_batch(work, batch)
+            self._set_advantages(work, batch)
+            totals = self._optimize(work, batch.rollout_id)
+        finally:
+            del work
+            buffer.free()
+        return TrainMetrics(totals)
+
+    def _load_batch(self, work: dict[str, Tensor], batch: TrainBatch) -> None:
+        P = batch.prompt_ids_BP.shape[1]
+        work["ids"][:, :P].copy_(torch.from_numpy(batch.prompt_ids_BP))
+        work["ids"][:, P:].copy_(torch.from_numpy(batch.response_ids_BL))
+        work["attended"].fill_(1)
+        lens_B1 = torch.from_numpy(batch.prompt_lens_B)[:, None]
+        work["attended"][:, :P].copy_(torch.arange(P) >= P - lens_B1)
+        work["mask"].copy_(torch.from_numpy(batch.mask_BL))
+        work["old_logp"].copy_(torch.from_numpy(batch.logprob_BL))
+        self._is_padded = bool((batch.prompt_lens_B != P).any())
+        self._prompt_width = P
+
+    def _set_advantages(self, work: dict[str, Tensor], batch: TrainBatch) -> None:
+        algorithm = self.context.config.algorithm
+        reward_B = torch.from_numpy(batch.reward_B).to(self.slot.device)
+        if not self.context.config.has_critic:
+            group_size = self.context.config.rollout.n_samples_per_prompt
+            advantage_B = group_advantages(reward_B, group_size, normalize=algorithm.normalize_advantages)
+            work["advantage"].copy_(advantage_B[:, None].expand_as(work["advantage"]))
+            return
+        with torch.no_grad():
+            for rows in self._micro_batches(torch.arange(len(reward_B))):
+                work["value"][rows] = self._values(work, rows)
+        mask_BL = work["mask"]
+        # The reward of the whole response is earned with its last token.
+        reward_BL = torch.zeros_like(mask_BL)
+        last_B = (mask_BL.sum(1).long() - 1).clamp(min=0)
+        reward_BL[torch.arange(len(reward_B)), last_B] = reward_B
+        advantage_BL, return_BL = gae(reward_BL, work["value"], mask_BL, algorithm.gamma, algorithm.lambd)
+        if algorithm.normalize_advantages:
+            advantage_BL = whiten(advantage_BL, mask_BL)
+        work["advantage"].copy_(advantage_BL)
+        work["return"].copy_(return_BL)
+
+    def _optimize(self, work: dict[str, Tensor], rollout_id: int) -> dict[str, float]:
+        config = self.context.config
+        num_samples, steps = config.num_samples, config.trainer.num_steps_per_rollout or 1
+        # Which sample is in which step depends on seed and rollout only, so that a resumed run repeats it.
+        rng = np.random.Generator(np.random.Philox(key=[config.run.seed, (2 << 32) + rollout_id]))
+        order_B = torch.from_numpy(rng.permutation(num_samples))
+        totals: dict[str, float] = {}
+        for step, rows in enumerate(order_B.chunk(steps)):
+            figures = self._step(work, rows, is_first=step == 0)
+            for name, value in figures.items():
+                if name == "logprob_diff":
+                    totals.setdefault(name, value)
+                else:
+                    totals[name] = totals.get(name, 0.0) + value / steps
+        totals["lr"] = self.optimizer.param_groups[0]["lr"]
+        return totals
+
+    def _step(self, work: dict[str, Tensor], rows: Tensor, *, is_first: bool) -> dict[str, float]:
+        """One optimizer step over `rows` of all ranks; figures summed over all ranks."""
+        algorithm = self.context.config.algorithm
+        mask_BL = work["mask"][rows]
+        denominator = aggregation_count(mask_BL, algorithm.loss_aggregation)
+        num_tokens = mask_BL.sum()
+        for grad in self._grads.values():
+            grad.zero_()
+        sums: dict[str, Tensor] = {}
+        worst_diff = torch.zeros(())
+        for micro in self._micro_batches(rows[self._rank :: self._world]):
+            figures, diff = self._backward(work, micro, denominator, num_tokens)
+            worst_diff = torch.maximum(worst_diff, diff.cpu())
+            for name, value in figures.items():
+                sums[name] = sums.get(name, torch.zeros(())) + value.detach().cpu()
+        if self._world > 1:
+            names = sorted(sums)
+            packed = torch.stack([sums[n].float() for n in names])
+            for tensor in (packed, *self._grads.values()):
+                dist.all_reduce(tensor)
+            dist.all_reduce(worst_diff, op=dist.ReduceOp.MAX)
+            sums = dict(zip(names, packed, strict=True))
+        sums["grad_norm"] = self._clip()
+        figures_out = {n: float(v) for n, v in sums.items()}
+        for name, value in figures_out.items():
+            if not math.isfinite(value):
+                raise RunError(f"{name} is {value} in training", "", "lower --lr, or look at the rewards; --resume goes on")
+        self._set_lr()
+        self.optimizer.step()
+        self._num_steps += 1
+        if is_first:
+            figures_out["logprob_diff"] = float(worst_diff)
+        return figures_out
+
+    def _backward(
+        self, work: dict[str, Tensor], rows: Tensor, denominator: Tensor, num_tokens: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        algorithm = self.context.config.algorithm
+        mask_bL, old_logp_bL = work["mask"][rows], work["old_logp"][rows]
+        logp_bL, entropy_bL = self._logprobs("actor", work, rows)
+        loss_bL, clipped_bL = clipped_policy_loss(
+            logp_bL,
+            old_logp_bL,
+            work["advantage"][rows],
+            algorithm.eps_clip,
+            algorithm.eps_clip_high or algorithm.eps_clip,
+        )
+        mode = algorithm.loss_aggregation
+        policy = aggregate(loss_bL, mask_bL, mode, denominator=denominator)
+        entropy = aggregate(entropy_bL, mask_bL, mode, denominator=denominator)
+        total = policy - algorithm.entropy_coef * entropy
+        if algorithm.kl_loss_coef > 0:
+            with torch.no_grad():
+                ref_logp_bL, _ = self._logprobs("reference", work, rows)
+            kl_bL = kl_estimate(algorithm.kl_loss_type, logp_bL, ref_logp_bL)
+            kl = aggregate(kl_bL, mask_bL, mode, denominator=denominator)
+            total = total + algorithm.kl_loss_coef * kl
+        else:
+            kl = aggregate(kl_k3(logp_bL.detach(), old_logp_bL), mask_bL, mode, denominator=denominator)
+        figures = {"loss": policy, "entropy": entropy, "kl": kl}
+        if self.context.config.has_critic:
+            value_bL = self._values(work, rows)
+            losses_bL = value_loss(value_bL, work["value"][rows], work["return"][rows], algorithm.value_clip)
+            critic = aggregate(losses_bL, mask_bL, mode, denominator=denominator)
+            total = total + critic
+            figures["value_loss"] = critic
+        total.backward()  # type: ignore[no-untyped-call]
+        figures["clip_fraction"] = (clipped_bL * mask_bL).sum() / num_tokens
+        diff = ((logp_bL.detach() - old_logp_bL).abs() * mask_bL).max()
+        return figures, diff
+
+    def _logprobs(self, role: str, work: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
+        ids_bT, P = work["ids"][rows], self._prompt_width
+        L = ids_bT.shape[1] - P
+        out = self.models[role](input_ids=ids_bT[:, :-1], logits_to_keep=L, use_cache=False, **self._mask(work, rows))
+        temperature = self.context.config.rollout.rollout_temperature
+        return token_logprobs(out.logits, ids_bT[:, P:], temperature)
+
+    def _values(self, work: dict[str, Tensor], rows: Tensor) -> Tensor:
+        """Value before each response token: what the critic says after the token before it."""
+        ids_bT, P = work["ids"][rows], self._prompt_width
+        mask = self._mask(work, rows)
+        values_bT: Tensor = self.models["critic"](
+            ids_bT[:, :-1], attention_mask_BT=mask.get("attention_mask"), position_ids_BT=mask.get("position_ids")
+        )
+        return values_bT[:, P - 1 :]
+
+    def _mask(self, work: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+        """Nothing where no prompt is padded: then attention is plainly causal, and faster."""
+        if not self._is_padded:
+            return {}
+        attended_bT = work["attended"][rows][:, :-1]
+        return {"attention_mask": attended_bT, "position_ids": (attended_bT.cumsum(-1) - 1).clamp(min=0)}
+
+    def _micro_batches(self, rows: Tensor) -> Iterator[Tensor]:
+        size = self.context.config.trainer.micro_batch_size or max(1, len(rows))
+        yield from rows.split(size)
+
+    def _clip(self) -> Tensor:
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in self._grads.values()]))
+        limit = self.context.config.trainer.clip_grad
+        if limit > 0 and norm > limit:
+            for grad in self._grads.values():
+                grad.mul_(limit / (norm + 1e-6))
+        return norm
+
+    def _set_lr(self) -> None:
+        trainer, run = self.context.config.trainer, self.context.config.run
+        total = run.num_rollout * (trainer.num_steps_per_rollout or 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr_at(self._num_steps, group["base_lr"], trainer.lr_warmup_iters, total, trainer.lr_decay_style, trainer.min_lr)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def update_weights(self, version: int, sink: WeightSink) -> int:
+        if self._rank != 0:
+            return 0
+        if self._buffers["params"].is_resident:
+            params = self._buffers["params"].bytes
+        else:
+            assert self._copies is not None, "offloaded parameters have a host copy"
+            params = self._copies.read("params")
+        nbytes = self.region_bytes()["update_bucket"]
+        self._device_pool.charge(self._owner, "update_bucket", nbytes)
+        try:
+            if self._bucket_file is None:
+                self._bucket_file = SharedFile(Path(self.slot.ledger_dir) / f"update-{self.slot.index}.bin", nbytes)
+            sink.begin_weight_update(version)
+            for bucket in self._buckets:
+                self._fill(bucket, params)
+                sink.load_bucket(Bucket(str(self._bucket_file.path), bucket.nbytes, bucket.tensors))
+            sink.end_weight_update(version)
+        finally:
+            self._device_pool.release(self._owner, "update_bucket")
+        return sum(b.nbytes for b in self._buckets)
+
+    def _fill(self, bucket: _PlannedBucket, params: Tensor) -> None:
+        assert self._bucket_file is not None, "the file is made before it is filled"
+        for source, target in zip(bucket.sources, bucket.tensors, strict=True):
+            values = _piece(params, source)
+            _piece(self._bucket_file.bytes, target).copy_(values)
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save(self, directory: str) -> None:
+        """Rank 0 writes all: every rank holds the same."""
+        if self._rank != 0:
+            return
+        for region in BACKED_UP:
+            if not self._buffers[region].is_resident:
+                raise RunError(f"{self._owner}: save while {region} is offloaded", "", "save before the trainer sleeps")
+        state = {
+            "params": self._buffers["params"].bytes.cpu(),
+            "optimizer": self._buffers["optimizer"].bytes.cpu(),
+            "num_steps": self._num_steps,
+            "layout": self.layouts.params.fingerprint(),
+        }
+        torch.save(state, Path(directory) / "trainer.pt")
+        self._export(Path(directory) / "hf")
+
+    def _export(self, directory: Path) -> None:
+        """The actor as transformers loads it, adapters merged."""
+        from safetensors.torch import save_file
+
+        from rllaunch.algo.lora import merged_state_dict
+
+        directory.mkdir()
+        model: Any = self.models["actor"]
+        tensors = {n: t.detach().cpu().clone().contiguous() for n, t in merged_state_dict(model).items()}
+        if getattr(model.config, "tie_word_embeddings", False):
+            tensors.pop("lm_head.weight", None)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        model.config.architectures = [type(model).__name__]
+        (directory / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2, default=str))
+
+    def load(self, directory: str) -> None:
+        state = torch.load(Path(directory) / "trainer.pt", weights_only=True)
+        if state["layout"] != self.layouts.params.fingerprint():
+            raise RunError(
+                "the checkpoint is of another model",
+                directory,
+                "resume with the model, the vocabulary and the LoRA rank it was made with",
+            )
+        self._buffers["params"].bytes.copy_(state["params"])
+        self._buffers["optimizer"].bytes.copy_(state["optimizer"])
+        self._num_steps = state["num_steps"]
+        for flat in self._flat.values():
+            self.optimizer.state[flat]["step"].fill_(self._num_steps)
+
+
+@dataclass(frozen=True)
+class _PlannedBucket:
+    sources: tuple[TensorSlice, ...]
+    tensors: tuple[TensorSlice, ...]
+    nbytes: int
+
+
+def _buckets(context: LaunchContext, sent: tuple[TensorSlice, ...]) -> Iterator[_PlannedBucket]:
+    """The update cut into buckets of at most `update_weight_buffer_size`; a larger tensor has one of its own."""
+    limit = context.config.handoff.update_weight_buffer_size
+    dtype = engine_dtype(context)
+    sources: list[TensorSlice] = []
+    targets: list[TensorSlice] = []
+    end = 0
+    for source in sent:
+        offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        size = math.prod(source.shape) * dtype.itemsize
+        if sources and offset + size > limit:
+            yield _PlannedBucket(tuple(sources), tuple(targets), end)
+            sources, targets, offset = [], [], 0
+        sources.append(source)
+        targets.append(TensorSlice(source.name.removeprefix("actor."), dtype_name(dtype), source.shape, offset))
+        end = offset + size
+    yield _PlannedBucket(tuple(sources), tuple(targets), end)
+
+
+def _piece(flat_bytes: Tensor, piece: TensorSlice) -> Tensor:
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    size = math.prod(piece.shape) * dtype.itemsize
+    return flat_bytes[piece.offset : piece.offset + size].view(dtype).view(piece.shape)
+
+
+def lr_at(step: int, peak: float, warmup: int, total: int, style: str, floor: float) -> float:
+    """The learning rate of optimizer step `step` (0-based): linear warm-up, then the decay that was asked for."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if style == "constant":
+        return peak
+    share = min(1.0, (step - warmup) / max(1, total - warmup))
+    fall = 1.0 - share if style == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return floor + (peak - floor) * fall
