@@ -1,4 +1,4 @@
-"""The plugin that rllaunch itself is: its rules, backends and hardware detection.
+"""The plugin that rllaunch itself is: its rules and backends.
 
 Its profiles come from the package `rllaunch_profiles`, an entry point like anyone's.
 """

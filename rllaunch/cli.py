@@ -66,7 +66,7 @@ def _plugin_commands() -> dict[str, Command]:
 
             app = typer.Typer(rich_markup_mode=None, add_completion=False)
             app.callback()(lambda: None)
-            load_plugins().add_commands(app)
+            load_plugins().add_commands(app, taken=COMMANDS)
             group = typer.main.get_command(app)
             assert isinstance(group, TyperGroup), "an app with a callback is a group"
             _found = {name: c for name, c in group.commands.items() if name not in COMMANDS}
@@ -83,7 +83,7 @@ def _has_guests() -> bool:
     """
     for directory in map(Path, dict.fromkeys(sys.path)):
         for file in directory.glob("*.dist-info/entry_points.txt"):
-            if not file.parent.name.startswith("rllaunch-0") and "[rllaunch]" in file.read_text(encoding="utf-8"):
+            if file.parent.name.partition("-")[0] != "rllaunch" and "[rllaunch]" in file.read_text(encoding="utf-8"):
                 return True
     return False
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rllaunch import console
+from rllaunch.cli import COMMANDS
 from rllaunch.commands import command_app
 from rllaunch.pipeline import plugin_findings
 from rllaunch.plugins import load_plugins
@@ -18,6 +19,7 @@ app = command_app()
 def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False) -> None:
     """List the plugins, their versions and what each contributes."""
     found = load_plugins()
+    found.check(COMMANDS)
     profiles = found.profiles().profiles
     rules = found.rules()
     rows: list[dict[str, Any]] = []
@@ -42,13 +44,12 @@ def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.
         return
     table = []
     for row in rows:
-        what = [f"hooks: {', '.join(row['hooks'])}"] if row["hooks"] else []
+        what = [f"broken: {row['error']}"] if row["error"] else []
+        what += [f"hooks: {', '.join(row['hooks'])}"] if row["hooks"] else []
         what += [f"profiles: {', '.join(row['profiles'])}"] if row["profiles"] else []
         what += [f"rules: {', '.join(row['rules'])}"] if row["rules"] else []
-        table.append(
-            (row["name"], row["version"], row["module"], f"broken: {row['error']}" if row["error"] else "\n".join(what))
-        )
+        table.append((row["name"], row["version"], row["module"], "\n".join(what)))
     console.print_table(("plugin", "version", "module", "contributes"), table)
     for finding in findings:
         where = "".join(f"\n  {line}" for line in finding.origins)
-        console.say(f"warning[{finding.code}]: {finding.message}{where}\n  hint: {finding.fix}")
+        console.say(f"{finding.level}[{finding.code}]: {finding.message}{where}\n  hint: {finding.fix}")

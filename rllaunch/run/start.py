@@ -139,7 +139,10 @@ def start(
         environment=environment,
         resume=resume,
     )
+    known = len(plugins.problems)
     record.observers = [(info.label, observer) for info, observer in plugins.observers(config, run_dir)]
+    for problem in plugins.problems[known:]:
+        say(f"warning: {problem.what}")
     summary: dict[str, Any] = {"run_dir": str(run_dir), "status": "failed"}
     try:
         with watching(config) as watcher:

@@ -85,6 +85,17 @@ def test_its_command_is_in_the_help_and_runs(run: Any, tmp_path: Path):
     assert run("example-tail", "nowhere", code=2).stderr.startswith("error: no metrics: No such file or directory")
 
 
+@pytest.mark.slow
+def test_its_task_is_trained_on_its_backends_and_its_observer_sees_every_rollout(run: Any, tmp_path: Path):
+    backends = ("--trainer-backend", "example-embedded", "--rollout-backend", "example-embedded")
+    length = ("--num-rollout", "2", "--run-dir", "run")
+    run("train", "--model", "tiny", "--hardware", "cpu", "--task", "example-copy", *backends, *length)
+    header, *rows = (tmp_path / "run" / "example_metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert header.startswith("rollout_id,reward_mean,")
+    assert [row.partition(",")[0] for row in rows] == ["0", "1"]
+    assert run("example-tail", "run").stdout.startswith("rollout 1  reward_mean ")
+
+
 def test_its_own_tests_pass():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLE)],
