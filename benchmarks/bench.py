@@ -101,15 +101,54 @@ def loop() -> dict[str, Any]:
         **{k: f"{v * 1000:.1f} ms" for k, v in parts.items()},
         "own overhead": f"{own * 1000:.1f} ms",
         "own overhead / step": round(own / step, 4),
+        "a whole run of tiny (150 rollouts)": f"{150 * step:.0f} s of loop time",
     }
 
 
 def memory() -> dict[str, Any]:
-    """Bytes a second of one handoff of a 256 MiB trainer, as a share of a plain copy between two buffers."""
-    from rllaunch.backends.embedded.local import measure_handoff
+    """Bytes a second of a handoff of 256 MiB in the embedded pools, as a share of a plain copy of as many bytes."""
+    import torch
 
-    answer: dict[str, Any] = measure_handoff(nbytes=256 * 2**20)
-    return answer
+    from rllaunch.backends.embedded.host_copies import OwnCopies
+    from rllaunch.backends.embedded.pool import FlatBuffer, Pool
+
+    torch.set_num_threads(1)
+    nbytes, rounds = 256 * 2**20, 7
+    with tempfile.TemporaryDirectory() as scratch:
+        device = Pool.create(Path(scratch, "device-0.ledger"), "device-0", None)
+        host = Pool.create(Path(scratch, "host-0.ledger"), "host-0", None)
+        buffer = FlatBuffer(device, "trainer-0", "params", nbytes)
+        buffer.allocate()
+        copies = OwnCopies(host, "trainer-0", {"params": nbytes}, is_retained=True)
+        source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+        taken: dict[str, list[float]] = {"offload": [], "onload": [], "memcpy": [], "memcpy to new pages": []}
+
+        def timed(name: str, call: Callable[[], Any]) -> None:
+            started = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - started)
+
+        def offload() -> None:
+            copies.store("params", buffer.bytes)
+            buffer.free()
+
+        def onload() -> None:
+            buffer.allocate()
+            copies.restore("params", buffer.bytes)
+
+        for _ in range(rounds):
+            timed("memcpy", lambda: target.copy_(source))
+            timed("memcpy to new pages", lambda: torch.empty(nbytes, dtype=torch.uint8).copy_(source))
+            timed("offload", offload)
+            timed("onload", onload)
+        buffer.free()
+    speed = {name: nbytes / statistics.median(values[1:]) / 1e9 for name, values in taken.items()}
+    return {
+        **{name: f"{value:.1f} GB/s" for name, value in speed.items()},
+        # An onload allocates the device buffer anew, as a GPU's allocator would; its pages are new.
+        "offload / memcpy": round(speed["offload"] / speed["memcpy"], 2),
+        "onload / memcpy to new pages": round(speed["onload"] / speed["memcpy to new pages"], 2),
+    }
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {"start": start_up, "loop": loop, "memory": memory}

@@ -149,6 +149,15 @@ class MemoryReading:
     host_peak_bytes: int
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """One step of the schedule as a worker ran it."""
+
+    memory: MemoryReading
+    seconds: float
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
 class WeightSink(Protocol):
     """Where a trainer sends an update: all engines it serves."""
 

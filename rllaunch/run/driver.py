@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot
+from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot, StepResult, TrainBatch
 from rllaunch.errors import EnvironmentProblem, RllaunchError, RunError
 from rllaunch.plan.handoff import Region, Schedule
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.data import Prompt
 from rllaunch.run.loop import Loop, Progress, Watcher
 from rllaunch.run.record import RunDirectory
+from rllaunch.run.steps import run_steps, timed
 
 OBJECT_STORE_BYTES = 256 * 2**20
 # Time for an actor to end by itself before it is killed, and for a local Ray to go.
@@ -67,7 +68,6 @@ def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable
             record,
             watcher,
             inputs.config.cluster.num_gpus_per_node or 1,
-            workers.save,
         )
         record.open(workers.first_rollout)
         with told():
@@ -97,36 +97,44 @@ class RayWorkers:
         engine: Mapping[Region, int] = self._ray.get(self.manager.region_bytes.remote())
         return dict(engine) | dict(self.group.region_bytes())
 
-    def call(self, step: str, rollout_id: int | None, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
-        side, _, what = step.rpartition(".")
-        if side == "engine":
-            return self._ray.get(self.manager.move.remote(what)), {}
-        if step == "trainer.init":
-            return self.group.init(self.checkpoint), {}
-        if side == "trainer":
-            return self.group.move(what), {}
-        match step:
-            case "generate":
-                self._batch, answer = self.manager.generate.options(num_returns=2).remote(rollout_id, version)
-                memory, stats = self._ray.get(answer)
-                return memory, stats
-            case "train":
-                memory, metrics = self.group.train(self._batch)
-                self._batch = None
-                return memory, metrics
+    def call(
+        self, steps: Sequence[str], rollout_id: int | None, version: int
+    ) -> tuple[Sequence[StepResult], RllaunchError | None]:
+        match steps[0]:
+            case "trainer.init":
+                return [timed(lambda: (self.group.init(self.checkpoint), {}))], None
             case "update_weights":
-                memory, sent = self.group.update_weights(version, self.manager)
-                return memory, {"update_bytes": sent}
-            case "eval":
-                memory, stats = self._ray.get(self.manager.evaluate.remote(version))
-                return memory, stats
-        raise RunError(f"no worker knows the step {step!r}", "", "report this: the schedule and the driver disagree")
+                return [timed(lambda: self._update(version))], None
+            case "save":
+                assert rollout_id is not None, "start-up saves nothing"
+                return [timed(lambda: (self._save(rollout_id), {}))], None
+            case "train":
+                return self._train(steps)
+        if steps[0].startswith("trainer."):
+            return self._train(steps)
+        batch, answer = self.manager.run.options(num_returns=2).remote(list(steps), rollout_id, version)
+        if "generate" in steps:
+            # The samples stay in the object store: the ranks read them there, the driver never does.
+            self._batch = batch
+        results, error = self._ray.get(answer)
+        return results, error
 
-    def save(self, rollout_id: int) -> tuple[MemoryReading, Mapping[str, Any]]:
+    def _train(self, steps: Sequence[str]) -> tuple[Sequence[StepResult], RllaunchError | None]:
+        batch = self._batch if "train" in steps else None
+        results, error = self.group.run(steps, batch)
+        if batch is not None:
+            self._batch = None
+        return results, error
+
+    def _update(self, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
+        memory, sent = self.group.update_weights(version, self.manager)
+        return memory, {"update_bytes": sent}
+
+    def _save(self, rollout_id: int) -> MemoryReading:
         meta = {"vocabulary": self.inputs.vocabulary, "seed": self.inputs.config.run.seed}
         with self.record.new_checkpoint(rollout_id, meta, self.inputs.config.run.save_total_limit) as directory:
-            memory = self.group.save(directory)
-        return memory, {}
+            memory: MemoryReading = self.group.save(directory)
+        return memory
 
 
 class ManagerActor:
@@ -144,10 +152,27 @@ class ManagerActor:
     def region_bytes(self) -> Mapping[Region, int]:
         return self.manager.engines[0].region_bytes()
 
-    def move(self, what: str) -> MemoryReading:
-        """`offload_kv`, `offload_weights`, `onload_weights` or `onload_kv`."""
-        getattr(self.manager, what)()
-        return self.manager.memory()
+    def run(
+        self, steps: Sequence[str], rollout_id: int | None, version: int
+    ) -> tuple[TrainBatch | None, tuple[list[StepResult], RllaunchError | None]]:
+        """`generate`, `eval` and `engine.…` steps in order; the samples apart, so that they stay where they are."""
+        batch: TrainBatch | None = None
+
+        def one(step: str) -> tuple[MemoryReading, Mapping[str, Any]]:
+            nonlocal batch
+            report: Mapping[str, Any] = {}
+            if step == "generate":
+                assert rollout_id is not None, "start-up generates nothing"
+                batch, stats = self.manager.generate(rollout_id, version)
+                report = stats.to_json()
+            elif step == "eval":
+                report = self.manager.evaluate(version).to_json()
+            else:
+                getattr(self.manager, step.removeprefix("engine."))()
+            return self.manager.memory(), report
+
+        outcome = run_steps(steps, one)
+        return batch, outcome
 
     def begin_weight_update(self, version: int) -> None:
         self.manager.begin_weight_update(version)
@@ -157,14 +182,6 @@ class ManagerActor:
 
     def end_weight_update(self, version: int) -> None:
         self.manager.end_weight_update(version)
-
-    def generate(self, rollout_id: int, version: int) -> tuple[Any, tuple[MemoryReading, Mapping[str, Any]]]:
-        batch, stats = self.manager.generate(rollout_id, version)
-        return batch, (self.manager.memory(), stats.to_json())
-
-    def evaluate(self, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
-        stats = self.manager.evaluate(version)
-        return self.manager.memory(), stats.to_json()
 
     def shutdown(self) -> None:
         self.manager.shutdown()

@@ -7,11 +7,13 @@ against the plan, and records both.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
-from rllaunch.backends.base import MemoryReading
+from rllaunch.backends.base import MemoryReading, StepResult
+from rllaunch.errors import RllaunchError
 from rllaunch.plan.handoff import Region, Schedule, Step
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.resolve.schema import LaunchConfig
@@ -23,13 +25,31 @@ GENERATE, TRAIN, UPDATE, SAVE, EVAL = "generate", "train", "update_weights", "sa
 class Workers(Protocol):
     """The rollout manager and the trainer, wherever they run."""
 
-    def call(self, step: str, rollout_id: int | None, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
-        """Run one step to its end: memory after it, and what it reports."""
+    def call(
+        self, steps: Sequence[str], rollout_id: int | None, version: int
+    ) -> tuple[Sequence[StepResult], RllaunchError | None]:
+        """Run steps of one side (`side_of`) one after the other: what each gave, and the error that ended them."""
         ...
 
     def region_bytes(self) -> Mapping[Region, int]:
         """Bytes of each region on one slot when resident, from the model's shapes."""
         ...
+
+
+def side_of(step: Step) -> str:
+    """Who runs a step. Neighbours of one side go out as one call: a call costs more than a small move.
+
+    An update and a save involve both sides or the run directory, and stand alone.
+    """
+    if step.name in (UPDATE, SAVE, "trainer.init"):
+        return step.name
+    return "trainer" if step.name == TRAIN or step.name.startswith("trainer.") else "engine"
+
+
+def calls_of(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """The steps as calls: runs of neighbours of one side."""
+    for _, run in groupby(steps, key=side_of):
+        yield list(run)
 
 
 class Watcher(Protocol):
@@ -55,7 +75,6 @@ class Loop:
 
     Args:
         slots_per_node: engines and ranks that share one host.
-        save: called on save steps with the rollout's number, instead of a bare worker call.
     """
 
     def __init__(
@@ -66,7 +85,6 @@ class Loop:
         record: RunDirectory,
         watcher: Watcher,
         slots_per_node: int,
-        save: Callable[[int], tuple[MemoryReading, Mapping[str, Any]]],
     ) -> None:
         self.config = config
         self.schedule = schedule
@@ -74,7 +92,6 @@ class Loop:
         self.record = record
         self.watcher = watcher
         self.slots_per_node = slots_per_node
-        self.save = save
         self.progress = Progress()
         self.plan = Ledger(schedule, workers.region_bytes())
         self._seconds: dict[str, float] = {}
@@ -82,8 +99,8 @@ class Loop:
     def start_up(self, first_rollout: int) -> None:
         """Bring the trainer up and the first weights to the engines."""
         self.progress = Progress(next_rollout=first_rollout, version=first_rollout)
-        for step in self.schedule.init:
-            self._step("init", step, None, first_rollout)
+        for steps in calls_of(self.schedule.init):
+            self._call("init", steps, None, first_rollout)
 
     def run(self) -> Progress:
         """All remaining rollouts."""
@@ -102,13 +119,14 @@ class Loop:
         metrics: dict[str, Any] = {"rollout_id": rollout_id}
         self._seconds = {}
         started = time.perf_counter()
-        for step in self.schedule.steps(save=save, evaluate=evaluate):
+        for steps in calls_of(self.schedule.steps(save=save, evaluate=evaluate)):
             # Training makes the next version; what comes after it sends and uses that one.
-            version = rollout_id if step.name == GENERATE else rollout_id + 1
-            report = self._step("cycle", step, rollout_id, version)
-            if step.name == EVAL:
-                report = {f"eval_{k}": v for k, v in report.items() if k in ("reward_mean", "exact_match")}
-            metrics.update(report)
+            version = rollout_id if steps[0].name == GENERATE else rollout_id + 1
+            for step, result in zip(steps, self._call("cycle", steps, rollout_id, version), strict=True):
+                report = dict(result.report)
+                if step.name == EVAL:
+                    report = {f"eval_{k}": v for k, v in report.items() if k in ("reward_mean", "exact_match")}
+                metrics.update(report)
         metrics["seconds"] = self._phases(time.perf_counter() - started)
         self.progress.next_rollout = rollout_id + 1
         self.progress.version = rollout_id + 1
@@ -117,32 +135,29 @@ class Loop:
         self.watcher.rollout(metrics)
 
     def _phases(self, whole: float) -> dict[str, float]:
-        """Seconds by phase; `handoff` is all moving of memory, `other` what no step accounts for."""
+        """Seconds by phase; `handoff` is all moving of memory, the rest of `step` is the loop's own."""
         known = {name: self._seconds.get(name, 0.0) for name in (GENERATE, TRAIN, UPDATE, SAVE, EVAL)}
         handoff = sum(s for name, s in self._seconds.items() if name not in known)
         return {k: round(v, 6) for k, v in {**known, "handoff": handoff, "step": whole}.items()}
 
-    def _step(self, phase: str, step: Step, rollout_id: int | None, version: int) -> Mapping[str, Any]:
-        self.watcher.step(step.name, rollout_id, None)
-        started = time.perf_counter()
-        if step.name == SAVE and rollout_id is not None:
-            memory, report = self.save(rollout_id)
-        else:
-            memory, report = self.workers.call(step.name, rollout_id, version)
-        seconds = time.perf_counter() - started
-        self._seconds[step.name] = self._seconds.get(step.name, 0.0) + seconds
-        self.watcher.step(step.name, rollout_id, memory)
-        planned = self.plan.apply(phase, step)
-        self.record.event(self._event(step, rollout_id, seconds, memory, planned))
-        return report
+    def _call(self, phase: str, steps: Sequence[Step], rollout_id: int | None, version: int) -> Sequence[StepResult]:
+        names = [step.name for step in steps]
+        self.watcher.step(next((n for n in names if "." not in n), names[0]), rollout_id, None)
+        results, error = self.workers.call(names, rollout_id, version)
+        for step, result in zip(steps, results, strict=False):
+            self._seconds[step.name] = self._seconds.get(step.name, 0.0) + result.seconds
+            self.watcher.step(step.name, rollout_id, result.memory)
+            self.record.event(self._event(step, rollout_id, result, self.plan.apply(phase, step)))
+        if error is not None:
+            raise error
+        return results
 
-    def _event(
-        self, step: Step, rollout_id: int | None, seconds: float, memory: MemoryReading, planned: StepBytes
-    ) -> dict[str, Any]:
+    def _event(self, step: Step, rollout_id: int | None, result: StepResult, planned: StepBytes) -> dict[str, Any]:
+        memory = result.memory
         row: dict[str, Any] = {
             "rollout_id": rollout_id,
             "step": step.name,
-            "seconds": round(seconds, 6),
+            "seconds": round(result.seconds, 6),
             "bytes_moved": planned.bytes_moved,
             "gpu_bytes": memory.gpu_bytes,
             "host_bytes": memory.host_bytes,

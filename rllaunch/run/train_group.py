@@ -17,11 +17,13 @@ from rllaunch.backends.base import (
     MemoryReading,
     RankInfo,
     Slot,
+    StepResult,
     TrainBatch,
     TrainerBackend,
 )
-from rllaunch.errors import RunError
+from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
+from rllaunch.run.steps import run_steps
 
 
 class ManagerSink:
@@ -68,21 +70,19 @@ class TrainerRank:
             self.backend.load(checkpoint)
         return self.backend.memory()
 
-    def onload(self) -> MemoryReading:
-        self.backend.onload()
-        return self.backend.memory()
+    def run(self, steps: Sequence[str], batch: TrainBatch | None) -> tuple[list[StepResult], RllaunchError | None]:
+        """`train` and `trainer.…` steps in order."""
 
-    def offload(self) -> MemoryReading:
-        self.backend.offload()
-        return self.backend.memory()
+        def one(step: str) -> tuple[MemoryReading, Mapping[str, Any]]:
+            report: Mapping[str, Any] = {}
+            if step == "train":
+                assert batch is not None, "train comes after generate"
+                report = self.backend.train(batch).values
+            else:
+                getattr(self.backend, step.removeprefix("trainer."))()
+            return self.backend.memory(), report
 
-    def clear_memory(self) -> MemoryReading:
-        self.backend.clear_memory()
-        return self.backend.memory()
-
-    def train(self, batch: TrainBatch) -> tuple[MemoryReading, Mapping[str, float]]:
-        metrics = self.backend.train(batch).values
-        return self.backend.memory(), metrics
+        return run_steps(steps, one)
 
     def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
         sent = self.backend.update_weights(version, ManagerSink(manager))
@@ -112,15 +112,18 @@ class TrainGroup:
         path = str(checkpoint) if checkpoint else None
         return _worst(ray.get([a.init.remote(i, path) for a, i in zip(self.ranks, infos, strict=True)]))
 
-    def move(self, what: str) -> MemoryReading:
-        """`onload`, `offload` or `clear_memory` on every rank."""
-        return _worst(ray.get([getattr(actor, what).remote() for actor in self.ranks]))
+    def run(self, steps: Sequence[str], batch: Any) -> tuple[list[StepResult], RllaunchError | None]:
+        """The steps on every rank, each as the slowest and fullest rank had it.
 
-    def train(self, batch: Any) -> tuple[MemoryReading, Mapping[str, float]]:
-        """Train on a rollout that lies in the object store; it is not copied through the driver."""
-        answers = ray.get([actor.train.remote(batch) for actor in self.ranks])
-        metrics: Mapping[str, float] = answers[0][1]
-        return _worst([memory for memory, _ in answers]), metrics
+        Args:
+            batch: a rollout in the object store; the ranks read it there.
+        """
+        answers = ray.get([actor.run.remote(list(steps), batch) for actor in self.ranks])
+        merged = [
+            StepResult(_worst([r.memory for r in of_step]), max(r.seconds for r in of_step), of_step[0].report)
+            for of_step in zip(*(results for results, _ in answers), strict=False)
+        ]
+        return merged, next((error for _, error in answers if error is not None), None)
 
     def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
         answers = ray.get([actor.update_weights.remote(version, manager) for actor in self.ranks])

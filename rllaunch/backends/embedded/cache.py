@@ -46,7 +46,7 @@ def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
             "model.architecture",
             "architectures with full, grouped, sliding-window or multi-head latent attention are served",
         )
-    num_layers = config.num_hidden_layers
+    num_layers: int = config.num_hidden_layers
     if has_latents:
         if hasattr(attention, "expand_kv"):  # transformers >= 5.20 caches the latents, older ones what they expand to
             shape = LayerShape((1, config.kv_lora_rank), (1, config.qk_rope_head_dim))

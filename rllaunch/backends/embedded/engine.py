@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.backends.embedded.sizes import arena_bytes, read_memory
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, Region
+
+if TYPE_CHECKING:
+    from rllaunch.backends.base import FloatArray, IntArray
 
 
 class EmbeddedEngine:
@@ -89,7 +93,9 @@ class EmbeddedEngine:
             if self._copies is not None:
                 self._copies.restore(region, buffer.bytes)
             else:
-                # The content is gone; NaN shows in the first log-prob if anything used it before the update.
+                # The content is gone, and its version with it, so `generate` refuses until the update. NaN shows
+                # wherever else the weights would be used.
+                self.version = None
                 for tensor in self._weights.values():
                     tensor.fill_(math.nan)
 
@@ -137,7 +143,9 @@ class EmbeddedEngine:
             raise RunError(f"{self._owner}: the update to {self._updating} was ended as one to {version}")
         if self._missing:
             some = ", ".join(sorted(self._missing)[:3])
-            raise RunError(f"{self._owner}: the update to version {version} lacks {len(self._missing)} tensors: {some}, …")
+            raise RunError(
+                f"{self._owner}: the update to version {version} lacks {len(self._missing)} tensors: {some}, …"
+            )
         self._updating = None
         self.version = version
 
@@ -177,7 +185,9 @@ class EmbeddedEngine:
         ids, logprobs, masks = zip(*parts, strict=True)
         return GenerateResult(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(masks))
 
-    def _generate(self, prompt_ids_BP, prompt_lens_B, uniform_BL):  # type: ignore[no-untyped-def]
+    def _generate(
+        self, prompt_ids_BP: IntArray, prompt_lens_B: IntArray, uniform_BL: FloatArray | None
+    ) -> tuple[IntArray, FloatArray, FloatArray]:
         B, P = prompt_ids_BP.shape
         L = self.response_len
         work = self._workspace
@@ -236,9 +246,10 @@ class EmbeddedEngine:
             step_ids = ids_BL[:, t : t + 1]
             if is_padded:
                 mask = attended_BT[:, : P + t + 1]
-                positions = (lens_B + t)[:, None]
+                positions = (lens_B + t + 1)[:, None]
         # Copies first: torch never again resizes a storage that numpy has seen, and this one must be freed.
-        return tuple(t.to("cpu", copy=True).numpy() for t in (ids_BL, logp_BL, mask_BL))
+        ids, logprobs, masks = (t.to("cpu", copy=True).numpy() for t in (ids_BL, logp_BL, mask_BL))
+        return ids, logprobs, masks
 
     def _require(self, *regions: Region) -> None:
         for region in regions:

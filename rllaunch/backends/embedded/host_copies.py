@@ -116,7 +116,7 @@ class Arena:
         with self._marker() as marker:
             if marker.holder not in ("", owner):
                 raise RunError(
-                    f"the arena of {self.name} holds {', '.join(marker['whole'])} of {marker['holder']}; "
+                    f"the arena of {self.name} holds {', '.join(marker.whole) or 'nothing whole'} of {marker.holder}; "
                     f"{region} of {owner} would overwrite it",
                     fix="offload and onload in the order of the schedule",
                 )
@@ -143,7 +143,7 @@ class Arena:
         """
         with self._marker() as marker:
             if marker.holder != owner or region not in marker.whole:
-                held = f"{', '.join(marker['whole']) or 'nothing whole'} of {marker['holder'] or 'nobody'}"
+                held = f"{', '.join(marker.whole) or 'nothing whole'} of {marker.holder or 'nobody'}"
                 raise RunError(f"the arena of {self.name} does not hold {region} of {owner}; it holds {held}")
 
     def content(self) -> Tensor:
@@ -246,6 +246,6 @@ def _pin(host_bytes: Tensor) -> None:
     Raises:
         RunError: the driver refuses.
     """
-    status = torch.cuda.cudart().cudaHostRegister(host_bytes.data_ptr(), host_bytes.numel(), 0)
+    status = torch.cuda.cudart().cudaHostRegister(host_bytes.data_ptr(), host_bytes.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RunError(f"cannot pin {host_bytes.numel():,} bytes of the shared arena: {status}")

@@ -1,4 +1,4 @@
-"""The language model of trainer and engine: a `transformers` causal LM, the same from the same config on every process."""
+"""The language model of trainer and engine: a `transformers` causal LM, the same on every process of a run."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def hidden_size(model: nn.Module) -> int:
 
 
 def text_config(model: nn.Module) -> PreTrainedConfig:
-    return cast(Any, model).config.get_text_config(decoder=True)
+    return cast("Any", model).config.get_text_config(decoder=True)
 
 
 def engine_dtype(context: LaunchContext) -> torch.dtype:

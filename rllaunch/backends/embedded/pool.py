@@ -129,8 +129,8 @@ class Pool:
             RunError: it is not booked.
         """
         with self._locked():
-            for index, row in enumerate(self._rows()):
-                if row[:2] == (owner, region):
+            for index, (holder, held, _) in self._rows():
+                if (holder, held) == (owner, region):
                     _ENTRY.pack_into(self._map, self._offset(index), b"", b"", 0)
                     return
             raise RunError(f"pool {self.name}: {owner} releases {region}, which it does not hold")
@@ -159,6 +159,14 @@ class Pool:
             peak: int = _HEADER.unpack_from(self._map, 0)[3]
             return peak
 
+    def reading(self) -> tuple[int, int]:
+        """Bytes in use and the peak, and a new peak begins: what a step's record needs, under one lock."""
+        with self._locked():
+            used = sum(nbytes for _, (_, _, nbytes) in self._rows())
+            peak: int = _HEADER.unpack_from(self._map, 0)[3]
+            self._write_peak(used)
+            return used, peak
+
     def reset_peak(self) -> None:
         with self._locked():
             self._write_peak(sum(self._entries().values()))
@@ -177,12 +185,10 @@ class Pool:
         used = sum(entries.values())
         if self.capacity_bytes is not None and used + nbytes > self.capacity_bytes:
             raise self._does_not_fit(owner, region, nbytes, entries)
-        for index, row in enumerate(self._rows()):
-            if not row[0]:
-                _ENTRY.pack_into(self._map, self._offset(index), _field(owner, 48), _field(region, 24), nbytes)
-                break
-        else:
+        index = next((i for i in range(_NUM_ENTRIES) if not self._map[self._offset(i)]), None)
+        if index is None:
             raise RunError(f"pool {self.name}: all {_NUM_ENTRIES} rows of its ledger are taken")
+        _ENTRY.pack_into(self._map, self._offset(index), _field(owner, 48), _field(region, 24), nbytes)
         self._write_peak(max(used + nbytes, self.peak()))
 
     def _does_not_fit(self, owner: str, region: str, nbytes: int, entries: dict[tuple[str, str], int]) -> FitError:
@@ -198,16 +204,19 @@ class Pool:
                 f"capacity {self.capacity_bytes:,} bytes{setting}, in use {used:,}",
                 *(f"in use: {holder} {held} {size:,} bytes" for (holder, held), size in largest_first),
             ],
-            "`rllaunch plan` shows the peak of every schedule for this launch; choose one that fits, or raise the capacity",
+            "`rllaunch plan` shows the peak of every schedule for this launch; "
+            "choose one that fits, or raise the capacity",
         )
 
     def _entries(self) -> dict[tuple[str, str], int]:
-        return {(owner, region): nbytes for owner, region, nbytes in self._rows() if owner}
+        return {(owner, region): nbytes for _, (owner, region, nbytes) in self._rows()}
 
-    def _rows(self) -> Iterator[tuple[str, str, int]]:
-        rows = memoryview(self._map)[_HEADER.size : _FILE_BYTES]
-        for owner, region, nbytes in list(_ENTRY.iter_unpack(rows)):
-            yield owner.rstrip(b"\0").decode(), region.rstrip(b"\0").decode(), nbytes
+    def _rows(self) -> Iterator[tuple[int, tuple[str, str, int]]]:
+        """Index and content of the rows that are taken."""
+        rows = self._map[_HEADER.size : _FILE_BYTES]
+        for index, (owner, region, nbytes) in enumerate(_ENTRY.iter_unpack(rows)):
+            if owner[0]:
+                yield index, (owner.rstrip(b"\0").decode(), region.rstrip(b"\0").decode(), nbytes)
 
     def _write_peak(self, peak: int) -> None:
         magic, name, capacity, _ = _HEADER.unpack_from(self._map, 0)

@@ -20,7 +20,5 @@ def arena_bytes(context: LaunchContext) -> int:
 
 def read_memory(device: Pool, host: Pool) -> MemoryReading:
     """The books of a slot's device and of its node's host, whoever holds the memory; starts a new peak."""
-    reading = MemoryReading(device.used(), host.used(), device.peak(), host.peak())
-    device.reset_peak()
-    host.reset_peak()
-    return reading
+    (gpu, gpu_peak), (node, node_peak) = device.reading(), host.reading()
+    return MemoryReading(gpu, node, gpu_peak, node_peak)

@@ -51,7 +51,7 @@ class CharTokenizer:
             raise DataError(
                 f"prompt {prompt!r} has {', '.join(map(repr, unknown))}, which the character vocabulary lacks",
                 f"model.vocabulary = {self.vocabulary!r}",
-                "add the character, or set model.vocabulary = \"auto\" to take those of the task",
+                'add the character, or set model.vocabulary = "auto" to take those of the task',
             )
         return [BOS_ID, *(self._id_of[character] for character in prompt)]
 
@@ -107,7 +107,7 @@ def load_tokenizer(config: LaunchConfig, vocabulary: str) -> Tokenizer:
         raise RunError(
             "the model has neither a character vocabulary nor a checkpoint with a tokenizer",
             ["model.vocabulary is empty", "model.hf_checkpoint is empty"],
-            "set model.vocabulary = \"auto\" to use the characters of the task",
+            'set model.vocabulary = "auto" to use the characters of the task',
         )
     from transformers import AutoTokenizer
 

@@ -136,7 +136,12 @@ class EmbeddedTrainer:
 
     def _region_layouts(self) -> dict[Region, Layout]:
         made = self.layouts
-        return {"params": made.params, "optimizer": made.optimizer, "grads": made.grads, "activations": made.activations}
+        return {
+            "params": made.params,
+            "optimizer": made.optimizer,
+            "grads": made.grads,
+            "activations": made.activations,
+        }
 
     def region_bytes(self) -> Mapping[Region, int]:
         sizes: dict[Region, int] = {r: layout.nbytes for r, layout in self._region_layouts().items()}
@@ -172,15 +177,15 @@ class EmbeddedTrainer:
         """AdamW over one flat parameter a segment; its moments are views of the `optimizer` region."""
         config = self.context.config
         trainer, algorithm = config.trainer, config.algorithm
-        moments = {s.group: s.view(self._buffers["optimizer"]) for s in self.layouts.optimizer.segments}
-        values = {s.group: s.view(self._buffers["params"]) for s in self.layouts.params.segments}
+        moments = {s.key: s.view(self._buffers["optimizer"]) for s in self.layouts.optimizer.segments}
+        values = {s.key: s.view(self._buffers["params"]) for s in self.layouts.params.segments}
         groups, self._flat = [], {}
-        self._grads = {s.group: s.view(self._buffers["grads"]) for s in self.layouts.grads.segments}
-        for group in self._grads:
-            flat = nn.Parameter(values[group], requires_grad=True)
-            flat.grad = self._grads[group]
-            self._flat[group] = flat
-            lr = algorithm.critic_lr or trainer.lr if group == "critic" else trainer.lr
+        self._grads = {s.key: s.view(self._buffers["grads"]) for s in self.layouts.grads.segments}
+        for key in self._grads:
+            flat = nn.Parameter(values[key], requires_grad=True)
+            flat.grad = self._grads[key]
+            self._flat[key] = flat
+            lr = algorithm.critic_lr or trainer.lr if key[0] == "critic" else trainer.lr
             groups.append({"params": [flat], "base_lr": lr})
         self.optimizer = torch.optim.AdamW(
             groups,
@@ -189,11 +194,11 @@ class EmbeddedTrainer:
             eps=trainer.adam_eps,
             weight_decay=trainer.weight_decay,
         )
-        for group, flat in self._flat.items():
+        for (group, dtype), flat in self._flat.items():
             self.optimizer.state[flat] = {
                 "step": torch.tensor(0.0),
-                "exp_avg": moments[f"{group} exp_avg"],
-                "exp_avg_sq": moments[f"{group} exp_avg_sq"],
+                "exp_avg": moments[f"{group} exp_avg", dtype],
+                "exp_avg_sq": moments[f"{group} exp_avg_sq", dtype],
             }
 
     def _host_copies(self) -> HostCopies | None:
@@ -338,12 +343,14 @@ class EmbeddedTrainer:
             for tensor in (packed, *self._grads.values()):
                 dist.all_reduce(tensor)
             dist.all_reduce(worst_diff, op=dist.ReduceOp.MAX)
-            sums = dict(zip(names, packed, strict=True))
+            sums = dict(zip(names, packed.unbind(), strict=True))
         sums["grad_norm"] = self._clip()
         figures_out = {n: float(v) for n, v in sums.items()}
-        for name, value in figures_out.items():
-            if not math.isfinite(value):
-                raise RunError(f"{name} is {value} in training", "", "lower --lr, or look at the rewards; --resume goes on")
+        for name, figure in figures_out.items():
+            if not math.isfinite(figure):
+                raise RunError(
+                    f"{name} is {figure} in training", "", "lower --lr, or look at the rewards; --resume goes on"
+                )
         self._set_lr()
         self.optimizer.step()
         self._num_steps += 1
@@ -413,10 +420,11 @@ class EmbeddedTrainer:
 
     def _micro_batches(self, rows: Tensor) -> Iterator[Tensor]:
         size = self.context.config.trainer.micro_batch_size or max(1, len(rows))
-        yield from rows.split(size)
+        yield from torch.split(rows, size)
 
     def _clip(self) -> Tensor:
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in self._grads.values()]))
+        norms = [torch.linalg.vector_norm(grad.float()) for grad in self._grads.values()]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.context.config.trainer.clip_grad
         if limit > 0 and norm > limit:
             for grad in self._grads.values():
@@ -427,7 +435,14 @@ class EmbeddedTrainer:
         trainer, run = self.context.config.trainer, self.context.config.run
         total = run.num_rollout * (trainer.num_steps_per_rollout or 1)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr_at(self._num_steps, group["base_lr"], trainer.lr_warmup_iters, total, trainer.lr_decay_style, trainer.min_lr)
+            group["lr"] = lr_at(
+                self._num_steps,
+                group["base_lr"],
+                trainer.lr_warmup_iters,
+                total,
+                trainer.lr_decay_style,
+                trainer.min_lr,
+            )
 
     # -- weights -----------------------------------------------------------------------------------
 
