@@ -60,9 +60,7 @@ def test_a_finding_is_shown_with_its_origins_and_a_hint() -> None:
 def test_findings_are_a_line_apart_and_a_table_is_indented() -> None:
     table = Finding("RL502", "error", "too few\nnode  GPUs\n0     8", ("a = 1   b.toml:1",), "get more")
     assert render([table, Finding("RL317", "info", "no effect")]) == (
-        "error[RL502]: too few\n  node  GPUs\n  0     8\n  a = 1   b.toml:1\n  hint: get more\n"
-        "\n"
-        "info[RL317]: no effect"
+        "error[RL502]: too few\n  node  GPUs\n  0     8\n  a = 1   b.toml:1\n  hint: get more\n\ninfo[RL317]: no effect"
     )
     assert render([]) == ""
 
@@ -72,9 +70,7 @@ def test_a_rule_that_fails_is_a_finding_and_hides_no_other() -> None:
         yield Finding("RL901", "warning", "what it had found")
         raise ValueError("no such thing")
 
-    found = diagnose(
-        resolved_of({"algorithm.lora_rank": 0}), [rule("RL901", fails), *builtin_rules()], probe=False
-    )
+    found = diagnose(resolved_of({"algorithm.lora_rank": 0}), [rule("RL901", fails), *builtin_rules()], probe=False)
     assert [(f.code, f.level, f.message) for f in found] == [
         (
             "RL001",

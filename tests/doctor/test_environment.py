@@ -129,9 +129,7 @@ def test_what_a_build_of_torch_lacks(version_file: str, platform: str, lacks: st
 def test_a_local_cluster_is_one_node_on_the_cpu_too() -> None:
     (finding,) = found("RL502", {**CPU, "cluster.num_nodes": 2, "cluster.num_gpus_per_node": 4})
     assert finding.message == "the launch needs 2 nodes, a local cluster is one"
-    assert (
-        finding.fix == "--num-nodes 1 --num-gpus-per-node 8, or --ray-address HOST:PORT of a running cluster"
-    )
+    assert finding.fix == "--num-nodes 1 --num-gpus-per-node 8, or --ray-address HOST:PORT of a running cluster"
     assert found("RL502", {**CPU, "cluster.num_gpus_per_node": 64}) == []
 
 
@@ -211,17 +209,13 @@ def test_a_directory_that_holds_a_run_is_for_resuming_only(tmp_path: Path) -> No
     assert check_run_dir(resolved_of(values), resume=True) == []
 
 
-def test_an_unset_run_directory_is_a_new_one_below_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unset_run_directory_is_a_new_one_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("a file of the user's")
     assert found("RL504", {}) == []
     (tmp_path / "runs").write_text("a file, too")
     (finding,) = found("RL504", {})
-    assert (
-        finding.message == f"the run directory runs cannot be written: {tmp_path / 'runs'} is not a directory"
-    )
+    assert finding.message == f"the run directory runs cannot be written: {tmp_path / 'runs'} is not a directory"
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody can write")

@@ -246,7 +246,7 @@ class EmbeddedEngine:
             step_ids = ids_BL[:, t : t + 1]
             if is_padded:
                 mask = attended_BT[:, : P + t + 1]
-                positions = (lens_B + t + 1)[:, None]
+                positions = (lens_B + t)[:, None]
         # Copies first: torch never again resizes a storage that numpy has seen, and this one must be freed.
         ids, logprobs, masks = (t.to("cpu", copy=True).numpy() for t in (ids_BL, logp_BL, mask_BL))
         return ids, logprobs, masks
