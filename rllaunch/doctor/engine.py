@@ -84,8 +84,7 @@ def _distinct(rules: Sequence[Rule]) -> tuple[list[Rule], list[Finding]]:
             Finding(
                 "RL002",
                 "warning",
-                f"rule {rule.code} ({rule.name}) of plugin {rule.plugin} does not run: "
-                f"{holder} has that code already",
+                f"rule {rule.code} ({rule.name}) of plugin {rule.plugin} does not run: {holder} has that code already",
                 fix=f"give the rule another code, or uninstall {rule.plugin}",
             )
         )

@@ -74,7 +74,5 @@ class Rule:
     def error(self, resolved: Resolved, message: str, keys: Sequence[str] = (), fix: str = "") -> Finding:
         return self.finding("error", resolved, message, keys, fix)
 
-    def finding(
-        self, level: Level, resolved: Resolved, message: str, keys: Sequence[str], fix: str
-    ) -> Finding:
+    def finding(self, level: Level, resolved: Resolved, message: str, keys: Sequence[str], fix: str) -> Finding:
         return Finding(self.code, level, message, tuple(resolved.describe(k) for k in keys), fix)

@@ -11,18 +11,12 @@ from rllaunch.errors import ScheduleError
 from rllaunch.plan.handoff import HandoffOptions, Schedule, Step, build_schedule, check
 
 LEVELS = [frozenset(c) for n in range(3) for c in itertools.combinations(("kv_cache", "weight"), n)]
+BOTH = (True, False)
 EVERY = [
-    HandoffOptions(order, train, rollout, level, weights, buffers, critic, lora)
-    for order, train, rollout, level, weights, buffers, critic, lora in itertools.product(
-        ("cpu", "gpu"),
-        (True, False),
-        (True, False),
-        LEVELS,
-        ("mirror", "discard"),
-        ("retained", "fresh", "shared"),
-        (True, False),
-        (True, False),
-    )  # fmt: skip
+    HandoffOptions(*values)
+    for values in itertools.product(
+        ("cpu", "gpu"), BOTH, BOTH, LEVELS, ("mirror", "discard"), ("retained", "fresh", "shared"), BOTH, BOTH
+    )
 ]
 LEGAL = [options for options in EVERY if not options.illegal()]
 

@@ -55,8 +55,7 @@ def _check_size(resolved: Resolved) -> Iterator[Finding]:
     yield SIZE.error(
         resolved,
         f"the launch needs {plural(nodes, 'node')} × {plural(per_node, 'GPU')}, "
-        f"a local cluster is this machine with {plural(present, 'GPU')}{unseen}\n"
-        + _table(nodes, per_node, present),
+        f"a local cluster is this machine with {plural(present, 'GPU')}{unseen}\n" + _table(nodes, per_node, present),
         ["cluster.num_nodes", gpus_key(resolved), "hardware.name"],
         either(join, enough),
     )

@@ -82,8 +82,7 @@ COLOCATE = Rule(
 PER_NODE = Rule(
     code="RL310",
     name="engines and trainer have the same GPUs per node, and no more than there are",
-    reason="engines placed by a wrong count get another node's address "
-    "(THUDM/slime#2012, vllm-project/vime#135)",
+    reason="engines placed by a wrong count get another node's address (THUDM/slime#2012, vllm-project/vime#135)",
     check=_check_per_node,
 )
 TOTAL = Rule(

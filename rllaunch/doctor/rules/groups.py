@@ -48,9 +48,7 @@ def _check_expert(resolved: Resolved) -> Iterator[Finding]:
         [TP if layout.etp is None else ETP, EP, PP, "cluster.num_nodes", gpus_key(resolved)],
         either(
             layout.fix("RL313", *(field for field, size in sizes.items() if size > 1), "nodes"),
-            "--expert-tensor-parallel-size 1"
-            if follows and layout.world % (layout.ep * layout.pp) == 0
-            else "",
+            "--expert-tensor-parallel-size 1" if follows and layout.world % (layout.ep * layout.pp) == 0 else "",
         )
         or "choose sizes whose product divides the GPUs",
     )

@@ -34,8 +34,7 @@ def check_shared_memory(resolved: Resolved, weights_bytes: int | None = None) ->
             f"a bucket of the weight update needs {_mib(needed_bytes)} of shared memory, "
             f"{SHARED_MEMORY} has {_mib(free_bytes)} free",
             [BUCKET],
-            f"--update-weight-buffer-size {max(1, free_bytes // 2)}, "
-            f"or more {SHARED_MEMORY} (docker: --shm-size)",
+            f"--update-weight-buffer-size {max(1, free_bytes // 2)}, or more {SHARED_MEMORY} (docker: --shm-size)",
         )
     ]
 
