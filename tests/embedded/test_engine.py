@@ -71,6 +71,32 @@ def test_logprobs_with_a_cache_are_those_of_a_plain_forward(
     assert result.mask_BL.sum() > len(texts)  # answers of one token would not have read the cache
 
 
+OTHER_CACHES: dict[str, dict[str, Any]] = {
+    "multi-head latent attention": {
+        **QWEN3, "model_type": "deepseek_v3", "head_dim": 4, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+    "sliding window": {**QWEN3, "model_type": "gemma3_text", "sliding_window": 4},
+    "attention sinks": {
+        **QWEN3, "model_type": "gpt_oss", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", OTHER_CACHES.values(), ids=OTHER_CACHES)
+def test_other_kinds_of_attention_are_served_from_the_same_cache(architecture: dict[str, Any], tmp_path: Path):
+    engine = started_engine(tmp_path, architecture=architecture, rollout={"rollout_max_response_len": 8})
+    request = request_of(*TEXTS, response_len=8)
+    result = engine.generate(request)
+    with torch.no_grad():
+        plain = build_model(engine.context)
+        expected = hf_logprobs(plain, request.prompt_ids_BP, request.prompt_lens_B, result.response_ids_BL)
+    np.testing.assert_allclose(result.logprob_BL, expected.numpy() * result.mask_BL, rtol=0, atol=1e-5)
+    assert result.mask_BL.sum() > 2 * len(TEXTS)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_answers_are_those_of_transformers(name: str, tmp_path: Path):
     engine = started_engine(tmp_path, architecture=ARCHITECTURES[name], rollout={"rollout_max_response_len": 6})
@@ -310,6 +336,14 @@ def test_generate_while_anything_is_offloaded_is_refused(engine: EmbeddedEngine,
     with pytest.raises(RunError) as caught:
         engine.generate(request_of("12"))
     assert str(caught.value) == f"error: engine-0: {region} is used while it is offloaded\nhint: onload it first"
+
+
+def test_an_engine_is_healthy_exactly_while_it_could_answer(engine: EmbeddedEngine):
+    assert engine.check_health()
+    engine.release_memory_occupation(["kv_cache"])
+    assert not engine.check_health()
+    engine.resume_memory_occupation(["kv_cache"])
+    assert engine.check_health()
 
 
 def test_an_unknown_region_is_refused_before_any_is_released(engine: EmbeddedEngine):

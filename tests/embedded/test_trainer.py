@@ -188,6 +188,21 @@ def test_every_part_of_a_critic_is_trained_whatever_its_dtype(dtype: str, tmp_pa
         assert [n for n in names if torch.equal(names[n], after[n])] == [], role
 
 
+def test_a_bf16_model_learns_in_steps_smaller_than_its_rounding(tmp_path: Path):
+    """Weights of about 0.3 lie 0.002 apart in bf16, so no single step of 0.0002 moves one; twenty do."""
+    trainer = started_trainer(tmp_path, model={"dtype": "bfloat16"}, trainer={"lr": 2e-4, "clip_grad": 0.0})
+    before = parameters_of(trainer)["model.layers.0.mlp.up_proj.weight"]
+    batch = make_batch(trainer.context)
+    for _ in range(10):
+        trainer.train(batch)
+    after = parameters_of(trainer)["model.layers.0.mlp.up_proj.weight"]
+    assert after.dtype == torch.bfloat16
+    assert (after != before).float().mean() > 0.6
+    numel = sum(p.numel() for p in trainer.models["actor"].parameters())
+    assert trainer.region_bytes()["optimizer"] == 12 * numel  # two moments and the float32 copy
+    assert trainer.region_bytes()["grads"] == 4 * numel
+
+
 def test_the_critic_has_a_learning_rate_of_its_own(tmp_path: Path):
     trainer = started_trainer(tmp_path, "ppo", algorithm={"advantage_estimator": "ppo", "critic_lr": 1e-12})
     before = {role: parameters_of(trainer, role) for role in ("actor", "critic")}
@@ -269,9 +284,10 @@ def test_two_ranks_train_as_one(tmp_path: Path):
 # -- checkpoints ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "lora", "kl"])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(algorithm: str, tmp_path: Path):
-    sections = {"trainer": {"lr_decay_style": "cosine", "lr_warmup_iters": 3}}
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(algorithm: str, dtype: str, tmp_path: Path):
+    sections = {"model": {"dtype": dtype}, "trainer": {"lr_decay_style": "cosine", "lr_warmup_iters": 3}}
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     whole = started_trainer(tmp_path / "whole", algorithm, **sections)
@@ -415,6 +431,16 @@ def test_lora_changes_and_sends_adapters_only(tmp_path: Path):
     engine = started_engine(tmp_path / "engine", "lora", HandoffOptions(engine_weights="mirror"))
     trainer.update_weights(1, engine)
     assert engine.weights_checksum() == checksum(trainer.models["actor"].named_parameters())
+
+
+def test_adapters_reach_an_engine_of_bf16_weights_unrounded(tmp_path: Path):
+    sections = {"model": {"dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}
+    trainer = started_trainer(tmp_path / "trainer", "lora", **sections)
+    trainer.train(make_batch(trainer.context))
+    engine = started_engine(tmp_path / "engine", "lora", HandoffOptions(engine_weights="mirror"), **sections)
+    trainer.update_weights(1, engine)
+    assert engine.weights_checksum() == checksum(trainer.models["actor"].named_parameters())
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16, torch.float32}
 
 
 def test_an_adapted_model_starts_as_the_plain_one(tmp_path: Path):

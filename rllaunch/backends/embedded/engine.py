@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -74,6 +75,9 @@ class EmbeddedEngine:
         self._cache = FlatCache(self._layouts["kv_cache"], self._buffers["kv_cache"])
         self._workspace = self._layouts["cuda_graph"].views(self._buffers["cuda_graph"])
         self.pad_id, self._eos_ids = special_ids(self.model)
+        # transformers 5.24 renamed it and drops the old name in 5.40.
+        arguments = inspect.signature(type(self.model).forward).parameters
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
 
     # -- handoff -----------------------------------------------------------------------------------
 
@@ -221,9 +225,9 @@ class EmbeddedEngine:
                 input_ids=step_ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: self._cache},
             )
             logits_BV = out.logits[:, -1].float()
             if t == 0:
@@ -257,7 +261,8 @@ class EmbeddedEngine:
                 raise RunError(f"{self._owner}: {region} is used while it is offloaded", "", "onload it first")
 
     def check_health(self) -> bool:
-        return True
+        """Whether it could answer now; checks pause while anything is released."""
+        return all(buffer.is_resident for buffer in self._buffers.values())
 
     def memory(self) -> MemoryReading:
         return read_memory(self._device_pool, self._host_pool)

@@ -27,11 +27,6 @@ class Segment:
     offset: int
     numel: int
 
-    @property
-    def key(self) -> tuple[str, torch.dtype]:
-        """What tells it from the others: a bf16 critic, whose head is float32, has two segments."""
-        return self.group, self.dtype
-
     def view(self, buffer: FlatBuffer) -> Tensor:
         return buffer.view(self.dtype, self.offset, (self.numel,))
 

@@ -47,11 +47,17 @@ from rllaunch.errors import RunError
 from rllaunch.plan.handoff import BACKED_UP, Region
 
 _ALIGNMENT_BYTES = 64
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class TrainerLayouts:
-    """Where everything lies in the trainer's regions, from shapes alone."""
+    """Where everything lies in the trainer's regions, from shapes alone.
+
+    Gradients and moments are float32 whatever the parameters are. Parameters narrower than that have their
+    float32 `main` copy beside the moments: a step of a usual size is smaller than bf16's rounding (at a learning
+    rate of 1e-6 a bf16 model stood still, all but 0.1% of its parameters).
+    """
 
     params: Layout
     grads: Layout
@@ -68,20 +74,24 @@ def trainer_layouts(context: LaunchContext) -> TrainerLayouts:
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for role, model in models.items():
         for name, parameter in model.named_parameters():
-            group = role if parameter.requires_grad else f"{role} frozen"
+            group = f"{role} {dtype_name(parameter.dtype)}" + ("" if parameter.requires_grad else " frozen")
             groups.setdefault(group, []).append((f"{role}.{name}", parameter))
-    trainable = {g: members for g, members in groups.items() if not g.endswith("frozen")}
+    trainable = {
+        group: [(n, torch.empty(p.shape, dtype=torch.float32, device="meta")) for n, p in members]
+        for group, members in groups.items()
+        if not group.endswith("frozen")
+    }
     params, grads = lay_out(groups.items()), lay_out(trainable.items())
-    moments = lay_out(
-        (f"{group} {moment}", [(f"{moment}.{n}", p) for n, p in members])
+    optimizer = lay_out(
+        (f"{group} {part}", [(f"{part}.{n}", p) for n, p in members])
         for group, members in trainable.items()
-        for moment in ("exp_avg", "exp_avg_sq")
+        for part in (*_MOMENTS, *(() if group.endswith(" float32") else ("main",)))
     )
-    actor = {n for n, _ in trainable["actor"]}
+    actor = {n for group, members in trainable.items() if group.startswith("actor ") for n, _ in members}
     return TrainerLayouts(
         params,
         grads,
-        moments,
+        optimizer,
         _batch_layout(context),
         tuple(n for members in trainable.values() for n, _ in members),
         tuple(s for s in params.slices if s.name in actor),
@@ -169,23 +179,30 @@ class EmbeddedTrainer:
         self._buffers["grads"].allocate()
         grads = self.layouts.grads.views(self._buffers["grads"])
         for name in self.layouts.trainable:
-            named[name].grad = grads[name]
+            _accumulate_into(named[name], grads[name])
         self._build_optimizer()
         self._is_built = True
 
     def _build_optimizer(self) -> None:
-        """AdamW over one flat parameter a segment; its moments are views of the `optimizer` region."""
+        """AdamW over one flat float32 parameter a segment; its moments are views of the `optimizer` region."""
         config = self.context.config
         trainer, algorithm = config.trainer, config.algorithm
-        moments = {s.key: s.view(self._buffers["optimizer"]) for s in self.layouts.optimizer.segments}
-        values = {s.key: s.view(self._buffers["params"]) for s in self.layouts.params.segments}
+        state = {s.group: s.view(self._buffers["optimizer"]) for s in self.layouts.optimizer.segments}
+        values = {s.group: s.view(self._buffers["params"]) for s in self.layouts.params.segments}
+        self._grads = {s.group: s.view(self._buffers["grads"]) for s in self.layouts.grads.segments}
+        self._narrow: list[tuple[Tensor, Tensor]] = []
         groups, self._flat = [], {}
-        self._grads = {s.key: s.view(self._buffers["grads"]) for s in self.layouts.grads.segments}
-        for key in self._grads:
-            flat = nn.Parameter(values[key], requires_grad=True)
-            flat.grad = self._grads[key]
-            self._flat[key] = flat
-            lr = algorithm.critic_lr or trainer.lr if key[0] == "critic" else trainer.lr
+        for group, grad in self._grads.items():
+            main = state.get(f"{group} main")
+            if main is None:
+                main = values[group]
+            else:
+                main.copy_(values[group])
+                self._narrow.append((values[group], main))
+            flat = nn.Parameter(main, requires_grad=True)
+            flat.grad = grad
+            self._flat[group] = flat
+            lr = algorithm.critic_lr or trainer.lr if group.startswith("critic ") else trainer.lr
             groups.append({"params": [flat], "base_lr": lr})
         self.optimizer = torch.optim.AdamW(
             groups,
@@ -194,12 +211,9 @@ class EmbeddedTrainer:
             eps=trainer.adam_eps,
             weight_decay=trainer.weight_decay,
         )
-        for (group, dtype), flat in self._flat.items():
-            self.optimizer.state[flat] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": moments[f"{group} exp_avg", dtype],
-                "exp_avg_sq": moments[f"{group} exp_avg_sq", dtype],
-            }
+        for group, flat in self._flat.items():
+            moments = {name: state[f"{group} {name}"] for name in _MOMENTS}
+            self.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
 
     def _host_copies(self) -> HostCopies | None:
         options = self.context.options
@@ -353,6 +367,8 @@ class EmbeddedTrainer:
                 )
         self._set_lr()
         self.optimizer.step()
+        for values, main in self._narrow:
+            values.copy_(main)
         self._num_steps += 1
         if is_first:
             figures_out["logprob_diff"] = float(worst_diff)
@@ -423,7 +439,7 @@ class EmbeddedTrainer:
         yield from torch.split(rows, size)
 
     def _clip(self) -> Tensor:
-        norms = [torch.linalg.vector_norm(grad.float()) for grad in self._grads.values()]
+        norms = [torch.linalg.vector_norm(grad) for grad in self._grads.values()]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         limit = self.context.config.trainer.clip_grad
         if limit > 0 and norm > limit:
@@ -532,18 +548,22 @@ class _PlannedBucket:
 def _buckets(context: LaunchContext, sent: tuple[TensorSlice, ...]) -> Iterator[_PlannedBucket]:
     """The update cut into buckets of at most `update_weight_buffer_size`; a larger tensor has one of its own."""
     limit = context.config.handoff.update_weight_buffer_size
-    dtype = engine_dtype(context)
+    # The engine's own: LoRA adapters are float32 beside bf16 weights.
+    engine = build_model(context, dtype=engine_dtype(context), device="meta")
+    dtypes = {name: parameter.dtype for name, parameter in engine.named_parameters()}
     sources: list[TensorSlice] = []
     targets: list[TensorSlice] = []
     end = 0
     for source in sent:
+        name = source.name.removeprefix("actor.")
+        dtype = dtypes[name]
         offset = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         size = math.prod(source.shape) * dtype.itemsize
         if sources and offset + size > limit:
             yield _PlannedBucket(tuple(sources), tuple(targets), end)
             sources, targets, offset = [], [], 0
         sources.append(source)
-        targets.append(TensorSlice(source.name.removeprefix("actor."), dtype_name(dtype), source.shape, offset))
+        targets.append(TensorSlice(name, dtype_name(dtype), source.shape, offset))
         end = offset + size
     yield _PlannedBucket(tuple(sources), tuple(targets), end)
 
@@ -552,6 +572,20 @@ def _piece(flat_bytes: Tensor, piece: TensorSlice) -> Tensor:
     dtype: torch.dtype = getattr(torch, piece.dtype)
     size = math.prod(piece.shape) * dtype.itemsize
     return flat_bytes[piece.offset : piece.offset + size].view(dtype).view(piece.shape)
+
+
+def _accumulate_into(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Make backward add the parameter's gradient to `grad`, which is float32 and a view of the region."""
+    if parameter.dtype == grad.dtype:
+        parameter.grad = grad
+        return
+
+    def add(of: Tensor) -> None:
+        assert of.grad is not None, "called when a gradient was accumulated"
+        grad.add_(of.grad)
+        of.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
 
 
 def lr_at(step: int, peak: float, warmup: int, total: int, style: str, floor: float) -> float:
