@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rllaunch.errors import EXIT_INTERRUPTED, EXIT_USAGE, RllaunchError
+from rllaunch.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_USAGE, RllaunchError
 
 if TYPE_CHECKING:
     from typer._click import Command, Context, HelpFormatter
@@ -25,6 +26,9 @@ COMMANDS = {
     "profiles": "List and show hardware, model, task and cell profiles.",
     "plugins": "List the plugins and what each contributes.",
 }
+
+
+TRACEBACK_VARIABLE = "RLLAUNCH_TRACEBACK"
 
 
 class LazyGroup(TyperGroup):
@@ -120,14 +124,39 @@ def rllaunch(
     """
 
 
+def _tell_machine(words: Sequence[str], error: RllaunchError) -> None:
+    """An error as a finding on stdout, where `--json` promised data; `train` has told its own."""
+    if "--json" in words and not getattr(error, "told", False):
+        from rllaunch.console import data_json
+
+        found = {"code": error.code or "RL000", "level": "error", "message": error.what}
+        data_json({"ok": False, "findings": [{**found, "origins": list(error.where), "fix": error.fix}]})
+
+
+def _own_mistake(error: Exception) -> None:
+    """A mistake of ours in one error; who wants the traceback can have it."""
+    import traceback
+
+    from rllaunch.console import say
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    say(
+        f"error: rllaunch itself failed: {type(error).__name__}: {error}\n"
+        f"  {frame.filename}:{frame.lineno} in {frame.name}\n"
+        f"hint: this is a bug; report it with the traceback that {TRACEBACK_VARIABLE}=1 shows"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its kind (see `rllaunch.errors`)."""
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
         code = app(args=list(argv) if argv is not None else None, prog_name="rllaunch", standalone_mode=False)
     except RllaunchError as err:
         from rllaunch.console import say
 
         say(str(err))
+        _tell_machine(words, err)
         sys.exit(err.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -141,5 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if hasattr(err, "show") and hasattr(err, "exit_code"):
             err.show()
             sys.exit(EXIT_USAGE)
-        raise
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        _own_mistake(err)
+        sys.exit(EXIT_RUN_FAILED)
     sys.exit(code if isinstance(code, int) else 0)

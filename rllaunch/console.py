@@ -34,8 +34,8 @@ def data(text: str) -> None:
     _write(sys.stdout, text)
 
 
-def data_json(value: Any) -> None:
-    data(json.dumps(value, indent=2, ensure_ascii=False))
+def data_json(value: Any, *, one_line: bool = False) -> None:
+    data(json.dumps(value, indent=None if one_line else 2, ensure_ascii=one_line, allow_nan=False))
 
 
 def tinted_data(text: str) -> None:
@@ -48,7 +48,8 @@ def _tinted(text: str) -> str:
 
 
 def _write(stream: IO[str], text: str) -> None:
-    stream.write(text + "\n")
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
     stream.flush()
 
 

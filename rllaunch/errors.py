@@ -29,6 +29,8 @@ class RllaunchError(Exception):
 
     exit_code = EXIT_RUN_FAILED
     code: str | None = None
+    told = False
+    """Whether the command has already printed it as data."""
 
     def __init__(self, what: str, where: str | Sequence[str] = (), fix: str = "") -> None:
         super().__init__(what, where, fix)

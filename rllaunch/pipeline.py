@@ -9,13 +9,14 @@ from typing import Any
 
 from rllaunch.doctor.engine import RANK, diagnose
 from rllaunch.doctor.finding import Finding
-from rllaunch.errors import RllaunchError, did_you_mean
+from rllaunch.errors import RllaunchError, ScheduleError, did_you_mean
 from rllaunch.flags import command_of
-from rllaunch.plan.handoff import Schedule, build_schedule, options_of
+from rllaunch.plan.handoff import Schedule, build_schedule, check, options_of
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.secrets import FREE_SECTIONS, HIDDEN, is_secret
 
 # What every process of a run gets unless the user's environment or the config says otherwise.
 PROCESS_ENV = {
@@ -37,7 +38,15 @@ class Launch:
         return self.resolved.config
 
     def schedule(self) -> Schedule:
-        return build_schedule(options_of(self.config))
+        """The launch's schedule, held against the invariants once more: what runs is what was proved.
+
+        Raises:
+            ScheduleError: there is none, or it is not safe.
+        """
+        schedule = build_schedule(options_of(self.config))
+        if problems := check(schedule):
+            raise ScheduleError("the handoff schedule is not safe", problems, "report this: the builder is wrong")
+        return schedule
 
     def findings(self, *, probe: bool) -> list[Finding]:
         """All findings: plugins and profiles that cannot be used, then every rule's."""
@@ -70,9 +79,11 @@ class Launch:
             section, _, name = key.partition(".")
             if section == "hardware" or key.startswith("model.architecture") or key in values:
                 continue
-            value = origins[-1].value
-            if origins[-1].layer not in ("default", "derived", "task") and value != default[section].get(name):
-                values[key] = value
+            last, below = origins[-1], origins[:-1]
+            # A value equal to the schema's default still says something where it overrules a profile.
+            differs = last.value != default[section].get(name) or any(o.value != last.value for o in below)
+            if last.layer not in ("default", "derived", "task") and differs:
+                values[key] = HIDDEN if is_secret(key, last.value) else last.value
         return ["rllaunch", "train", *command_of(values)]
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -102,11 +113,16 @@ def plugin_findings(plugins: Plugins) -> list[Finding]:
 
 
 def resolved_json(launch: Launch) -> dict[str, Any]:
-    return {
-        "config": launch.config.model_dump(mode="json"),
-        "origins": {
-            key: [{"value": o.value, "layer": o.layer, "source": o.source} for o in origins]
-            for key, origins in launch.resolved.origins.items()
-        },
-        "command": launch.command(),
-    }
+    """What `resolve --json` prints; secrets, which the doctor refuses, are not shown here either."""
+    config = launch.config.model_dump(mode="json")
+    for section in FREE_SECTIONS:
+        config[section] = {k: HIDDEN if is_secret(f"{section}.{k}", v) else v for k, v in config[section].items()}
+    origins: dict[str, list[dict[str, Any]]] = {}
+    for key, given in launch.resolved.origins.items():
+        origins[key] = [
+            {"value": HIDDEN, "layer": o.layer, "source": o.source.replace(str(o.value), HIDDEN)}
+            if is_secret(key, o.value)
+            else {"value": o.value, "layer": o.layer, "source": o.source}
+            for o in given
+        ]
+    return {"config": config, "origins": origins, "command": launch.command()}

@@ -10,6 +10,7 @@ from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.pipeline import launch, plugin_findings, resolved_json
 from rllaunch.resolve.origins import show_value
+from rllaunch.resolve.secrets import HIDDEN, is_secret
 
 app = command_app()
 
@@ -33,7 +34,10 @@ def resolve(
     for key, origins in resolved.resolved.origins.items():
         origin = origins[-1]
         if origin.layer != "default" or all_keys:
-            rows.append((key, show_value(origin.value), origin.layer, origin.source))
+            hidden = is_secret(key, origin.value)
+            value = HIDDEN if hidden else show_value(origin.value)
+            source = origin.source.replace(str(origin.value), HIDDEN) if hidden else origin.source
+            rows.append((key, value, origin.layer, source))
     console.print_table(("key", "value", "layer", "source"), rows)
     for finding in plugin_findings(resolved.plugins):
         console.say(f"warning[{finding.code}]: {finding.message}")

@@ -15,9 +15,12 @@ from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import exit_code, render
 from rllaunch.doctor.finding import Finding
-from rllaunch.errors import EXIT_INTERRUPTED, UsageError
+from rllaunch.doctor.rules.run_dir import check_run_dir
+from rllaunch.errors import EXIT_INTERRUPTED, RllaunchError, UsageError
 from rllaunch.pipeline import Launch, launch, resolved_json
-from rllaunch.resolve.resolve import Request
+from rllaunch.resolve.resolve import Request, Setting
+from rllaunch.resolve.secrets import HIDDEN, is_secret_name
+from rllaunch.run.data import load_task
 
 app = command_app()
 
@@ -43,16 +46,16 @@ def train(
         request = _resumed(request)
     made = launch(request)
     config = made.config
-    run_dir = Path(config.run.run_dir) if config.run.run_dir else _default_run_dir(made)
     if resume:
         from rllaunch.run.record import refuse_changes
 
-        refuse_changes(run_dir, config)
+        refuse_changes(Path(config.run.run_dir).expanduser(), config)
     findings = made.findings(probe=False)
     if not exit_code(findings) and not dry_run:
         # The machine is looked at once the configuration is sound: only then is it known what it must have.
         findings = made.findings(probe=True)
-        findings = [f for f in findings if not (resume and f.code == "RL504" and "already" in f.message)]
+        if resume:
+            findings = [f for f in findings if f.code != "RL504"] + check_run_dir(made.resolved, resume=True)
     if dry_run or exit_code(findings):
         if json:
             console.data_json(_dry_json(made, findings))
@@ -62,26 +65,45 @@ def train(
     if findings:
         console.say(render(findings))
     console.say(_headline(made))
-    from rllaunch.run.start import start
+    from rllaunch.run.signals import interruptible
+    from rllaunch.run.start import longest_prompt, start
 
+    run_dir = Path("")
+    summary: dict[str, object] = {"status": "failed"}
     try:
-        summary = start(
-            made.plugins,
-            made.resolved,
-            made.schedule(),
-            run_dir,
-            made.environment(),
-            {k: v for k, v in resolved_json(made).items() if k != "config"},
-            resume=resume,
-            say=console.say,
-        )
+        with interruptible():
+            # Before there is a directory: a run that cannot start leaves none behind.
+            data = load_task(made.resolved)
+            longest = longest_prompt(config, data)
+            run_dir = Path(config.run.run_dir).expanduser() if config.run.run_dir else _default_run_dir(made)
+            summary["run_dir"] = str(run_dir)
+            start(
+                made.plugins,
+                made.resolved,
+                made.schedule(),
+                data,
+                longest,
+                run_dir,
+                made.environment(),
+                {k: v for k, v in resolved_json(made).items() if k != "config"},
+                summary,
+                resume=resume,
+                say=console.say,
+            )
+    except RllaunchError as err:
+        if json:
+            console.data_json(summary | {"status": "failed", "error": err.what}, one_line=True)
+            err.told = True
+        raise
     except KeyboardInterrupt as err:
+        if json:
+            console.data_json(summary | {"status": "interrupted"}, one_line=True)
         go_on = f"rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}"
         console.say(f"interrupted ({err or 'SIGINT'}); go on with: {go_on}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     console.say(_verdict(summary))
     if json:
-        console.data_json(summary)
+        console.data_json(summary, one_line=True)
     else:
         console.data(str(run_dir))
 
@@ -90,9 +112,11 @@ def _resumed(request: Request) -> Request:
     from rllaunch.run.record import saved_layer
 
     given = [s for s in request.flags if s.key == "run.run_dir"]
+    if named := request.environ.get("RLLAUNCH_RUN__RUN_DIR"):
+        given.insert(0, Setting("run.run_dir", named, "RLLAUNCH_RUN__RUN_DIR"))
     if not given:
         raise UsageError("--resume needs the run's directory", "--resume", "name it with --run-dir DIR")
-    return replace(request, base=saved_layer(Path(str(given[-1].value))))
+    return replace(request, base=saved_layer(Path(str(given[-1].value)).expanduser()))
 
 
 def _default_run_dir(made: Launch) -> Path:
@@ -132,7 +156,7 @@ def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
     console.data("  cycle     " + " → ".join(str(s) for s in schedule.cycle))
     if dry_run:
         console.data("environment")
-        for name, value in made.environment().items():
+        for name, value in _shown_environment(made).items():
             console.data(f"  {name}={value}")
         console.data("command")
         console.data("  " + shlex.join(made.command()))
@@ -140,6 +164,10 @@ def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
     else:
         missing = _count(errors, "thing")
         console.say(f"{missing} missing, nothing was started; --dry-run shows command and environment")
+
+
+def _shown_environment(made: Launch) -> dict[str, str]:
+    return {name: HIDDEN if is_secret_name(name) else value for name, value in made.environment().items()}
 
 
 def _count(things: Sequence[object], name: str) -> str:
@@ -154,7 +182,7 @@ def _dry_json(made: Launch, findings: Sequence[Finding]) -> dict[str, object]:
         "command": made.command(),
     }
     if not any(f.exit_code == 3 for f in errors):
-        answer |= {"environment": made.environment(), "schedule": made.schedule().to_json()}
+        answer |= {"environment": _shown_environment(made), "schedule": made.schedule().to_json()}
     return answer
 
 
@@ -171,6 +199,6 @@ def _verdict(summary: dict[str, object]) -> str:
     ratio = summary["worst_plan_ratio"]
     assert isinstance(ratio, float), "the loop reports a ratio"
     parts.append(
-        "memory as planned, to the byte" if ratio == 1.0 else f"memory off the plan by up to {abs(ratio - 1):.1%}"
+        "memory pools as planned, to the byte" if ratio == 1.0 else f"pools off the plan by up to {abs(ratio - 1):.1%}"
     )
     return ", ".join(parts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.secrets import HIDDEN, is_secret
 
 # Lowest to highest. `derived` values follow from others and never override what a layer set.
 LAYERS = ("default", "derived", "model profile", "hardware profile", "cell", "task", "run", "config", "env", "flag")
@@ -56,6 +57,8 @@ class Resolved:
     def describe(self, key: str) -> str:
         """`key = value   layer: source`, with the choice it replaced when a lower layer made another."""
         origin = self.origin(key)
+        if is_secret(key, origin.value):
+            return f"{key} = {HIDDEN}   {origin.layer}: {origin.source.replace(str(origin.value), HIDDEN)}"
         text = f"{key} = {show_value(origin.value)}   " + (
             f"{origin.layer}: {origin.source}" if origin.layer != "default" else origin.source
         )

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from rllaunch.plugins import Plugins
 
 ENV_PREFIX = "RLLAUNCH_"
+# Stands where a plugin's label would, for a model that comes from a directory.
+CHECKPOINT = "checkpoint"
 # Variables of ours that are no config keys.
-_OTHER_VARIABLES = {"RLLAUNCH_DISABLE_PLUGINS"}
+_OTHER_VARIABLES = {"RLLAUNCH_DISABLE_PLUGINS", "RLLAUNCH_TRACEBACK"}
 
 
 @dataclass(frozen=True)
@@ -129,16 +131,13 @@ def resolve(request: Request, plugins: Plugins) -> Resolved:
         Layer("flag", tuple(_typed(s) for s in request.flags)),
     ]
     profiles = _choose_profiles(user, plugins)
-    layers = [*_profile_layers(profiles, plugins, user), *user]
+    layers = [*_profile_layers(profiles, plugins, user), *(_named(layer, profiles) for layer in user)]
+    if not (named := _last(layers, "hardware.name")) or named.value == "auto":
+        detected = Setting("hardware.name", profiles["hardware"].name, "detected on this machine")
+        layers.append(Layer("derived", (detected,)))
     for layer in layers:
         for setting in layer.settings:
             check_key(setting)
-    named = tuple(
-        Setting(f"{kind}.name", profiles[kind].name, profiles[kind].origin)
-        for kind in ("model", "hardware")
-        if kind in profiles
-    )
-    layers.append(Layer("derived", named))
     with _reading(layers):
         try:
             config = LaunchConfig.model_validate(_LayeredConfig().model_dump())
@@ -156,6 +155,19 @@ def resolve(request: Request, plugins: Plugins) -> Resolved:
     return Resolved(config, origins, {kind: p.origin for kind, p in profiles.items()})
 
 
+def _named(layer: Layer, profiles: Mapping[str, Profile]) -> Layer:
+    """The layer with profiles' own names in place of aliases, and a model's directory as it is found from anywhere."""
+    settings = []
+    for setting in layer.settings:
+        kind = setting.key.partition(".")[0]
+        if setting.key in ("model.name", "hardware.name") and setting.value and setting.value != "auto":
+            profile = profiles[kind]
+            name = str(profile.directory) if profile.plugin == CHECKPOINT else profile.name
+            setting = replace(setting, value=name)
+        settings.append(setting)
+    return Layer(layer.name, tuple(settings))
+
+
 def config_layer(path: Path) -> Layer:
     """A `--config FILE` as a layer; relative task files in it are relative to the file."""
     text = read_text(path, "config file", "give an existing TOML file to --config")
@@ -163,6 +175,10 @@ def config_layer(path: Path) -> Layer:
     settings = []
     for key, value in flatten(data):
         where = f"{path}:{line_of(lines, key)}"
+        if key in LaunchConfig.model_fields:
+            raise ConfigError(
+                f"[{key}] is a section of keys, not a value or a list", where, f"write [{key}] and its keys below"
+            )
         if "." not in key:
             raise ConfigError(
                 f"{key!r} stands outside a section",
@@ -183,7 +199,7 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
         if not separator:
             raise ConfigError(
                 f"unknown environment variable {name}",
-                f"{name}={environ[name]}",
+                "",
                 "variables are RLLAUNCH_SECTION__KEY, such as RLLAUNCH_ROLLOUT__ROLLOUT_BATCH_SIZE",
             )
         dotted = f"{section.lower()}.{key.lower().replace('__', '.')}"
@@ -223,6 +239,8 @@ def check_key(setting: Setting) -> None:
     if not rest:
         raise ConfigError(f"[{section}] is a section, not a key", setting.source, f"set {section}.KEY")
     if issubclass(model, PassThrough):
+        if deeper:
+            raise ConfigError(f"{section}.{name} has no keys of its own", setting.source, f"set {section}.{name}")
         return
     raise ConfigError(f"unknown key {name!r} in [{section}]", setting.source, _key_hint(section, name))
 
@@ -371,7 +389,7 @@ def _checkpoint_profile(file: Path, data: Mapping[str, Any]) -> Profile:
     directory = file.parent.resolve()
     if any(directory.glob("*.safetensors")):
         values["model.hf_checkpoint"] = Value(str(directory), str(file), "the checkpoint's directory")
-    return Profile("model", directory.name, "checkpoint", str(file), values, directory=directory)
+    return Profile("model", directory.name, CHECKPOINT, str(file), values, directory=directory)
 
 
 def _detect(plugins: Plugins, where: str) -> str:
@@ -428,6 +446,8 @@ def _collect(config: LaunchConfig, layers: Sequence[Layer]) -> dict[str, tuple[O
         for setting in layer.settings:
             given = origins.setdefault(setting.key, [])
             given.append(Origin(_as_typed(setting), layer.name, setting.source))
+    for key in [k for k in origins if any(other.startswith(f"{k}.") for other in origins)]:
+        del origins[key]  # a table's origins are those of its members
     for key, given in origins.items():
         winner = given[-1]
         given[-1] = Origin(_pick(dumped, key, winner.value), winner.layer, winner.source)
@@ -512,6 +532,10 @@ def _derive(config: LaunchConfig, origins: Mapping[str, tuple[Origin, ...]]) -> 
     if trainer.expert_tensor_parallel_size is None:
         source = "follows trainer.tensor_model_parallel_size"
         derived.append(Setting("trainer.expert_tensor_parallel_size", trainer.tensor_model_parallel_size, source))
+    if trainer.lr_decay_iters is None and trainer.lr_decay_style != "constant":
+        derived.append(
+            Setting("trainer.lr_decay_iters", config.run.num_rollout * steps, "the whole run's optimizer steps")
+        )
     if config.algorithm.eps_clip_high is None:
         derived.append(Setting("algorithm.eps_clip_high", config.algorithm.eps_clip, "follows algorithm.eps_clip"))
     if config.algorithm.critic_lr is None and config.has_critic:

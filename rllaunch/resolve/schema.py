@@ -30,13 +30,13 @@ class Flag:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class PassThrough(BaseModel):
     """A section whose further keys are handed to a backend as they are."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=(), allow_inf_nan=False)
 
 
 class Model(Section):
@@ -155,6 +155,8 @@ class Trainer(Section):
     """Optimizer steps over which the learning rate rises from 0."""
     lr_decay_style: Annotated[Literal["constant", "linear", "cosine"], Flag("--lr-decay-style")] = "constant"
     """How the learning rate falls over the run after warm-up."""
+    lr_decay_iters: Annotated[int | None, Flag("--lr-decay-iters")] = Field(default=None, ge=1)
+    """Optimizer steps after which a linear or cosine decay has ended; the whole run's unless set."""
     min_lr: Annotated[float, Flag("--min-lr")] = Field(default=0.0, ge=0)
     """Learning rate at the end of a linear or cosine decay."""
     adam_beta1: Annotated[float, Flag("--adam-beta1")] = Field(default=0.9, ge=0, lt=1)
@@ -241,10 +243,10 @@ class Task(Section):
 class Run(Section):
     num_rollout: Annotated[int, Flag("--num-rollout")] = Field(default=100, ge=1)
     """Rollouts (generate, train, update) of the whole run."""
-    seed: Annotated[int, Flag("--seed")] = Field(default=0, ge=0)
+    seed: Annotated[int, Flag("--seed")] = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of initialisation, prompt order and sampling."""
-    save_interval: Annotated[int, Flag("--save-interval")] = Field(default=0, ge=0)
-    """Rollouts between two checkpoints; 0: only after the last."""
+    save_interval: Annotated[int, Flag("--save-interval")] = Field(default=20, ge=0)
+    """Rollouts between two checkpoints, and one after the last; 0: only after the last."""
     save_total_limit: Annotated[int, Flag("--save-total-limit")] = Field(default=2, ge=1)
     """Checkpoints kept; older ones are removed after a newer one is whole."""
     eval_interval: Annotated[int, Flag("--eval-interval")] = Field(default=0, ge=0)
@@ -287,6 +289,8 @@ class Megatron(PassThrough):
 
 class Environment(PassThrough):
     """Environment variables for the processes of the run; a variable the user already set wins."""
+
+    __pydantic_extra__: dict[str, str | int | float | bool]
 
 
 class LaunchConfig(BaseSettings):

@@ -49,7 +49,7 @@ def read_text(path: Path, what: str, fix: str = "") -> str:
         ConfigError: the file is missing, a directory, unreadable or not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{what} does not exist: {path}", "", fix or "check the path") from None
     except UnicodeDecodeError as err:

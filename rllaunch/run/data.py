@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rllaunch.errors import ConfigError, DataError, RunError
+from rllaunch.resolve.origins import Resolved
+from rllaunch.resolve.schema import LaunchConfig
 
 Reward = Callable[[str, str, str], float]
 
@@ -130,3 +132,54 @@ def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
             "correct the function; --resume goes on from the last checkpoint",
         )
     return number
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The prompts of a run, and what follows from them.
+
+    Args:
+        vocabulary: characters of a character tokenizer, in id order; empty for a checkpoint's tokenizer.
+    """
+
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    vocabulary: str
+
+
+def load_task(resolved: Resolved) -> TaskData:
+    """Read the prompt files and import the reward: whatever is wrong with them shows before Ray starts.
+
+    Raises:
+        DataError, ConfigError: with the line of the file, or the name that cannot be imported.
+    """
+    config = resolved.config
+
+    def origin(key: str) -> str:
+        found = resolved.origin(key)
+        return f"{key}   {found.layer}: {found.source}"
+
+    prompts = load_prompts(config.task.prompt_data, origin("task.prompt_data"))
+    eval_prompts = []
+    if config.task.eval_prompt_data:
+        eval_prompts = load_prompts(config.task.eval_prompt_data, origin("task.eval_prompt_data"))
+    load_reward(config.task.reward, origin("task.reward"))
+    vocabulary = config.model.vocabulary
+    if vocabulary == "auto":
+        vocabulary = "".join(sorted({c for p in [*prompts, *eval_prompts] for c in p.text + p.label}))
+    elif vocabulary:
+        _check_vocabulary(config, vocabulary, prompts, eval_prompts, origin("model.vocabulary"))
+    return TaskData(prompts, eval_prompts, vocabulary)
+
+
+def _check_vocabulary(
+    config: LaunchConfig, vocabulary: str, prompts: list[Prompt], eval_prompts: list[Prompt], where: str
+) -> None:
+    for path, group in ((config.task.prompt_data, prompts), (config.task.eval_prompt_data, eval_prompts)):
+        for number, prompt in enumerate(group, start=1):
+            if unknown := sorted(set(prompt.text) - set(vocabulary)):
+                raise DataError(
+                    f"prompt {number} has characters the vocabulary lacks: {''.join(unknown)!r}",
+                    (path, where),
+                    "--set model.vocabulary=auto takes the characters of the task",
+                )

@@ -6,16 +6,14 @@ Nothing else is ended: no process is looked up by name, no cluster we joined is 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import signal
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot, StepResult, TrainBatch
@@ -25,15 +23,12 @@ from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.data import Prompt
 from rllaunch.run.loop import Loop, Progress, Watcher
 from rllaunch.run.record import RunDirectory
+from rllaunch.run.signals import install_handlers, interruptible, quiet_signals
 from rllaunch.run.steps import run_steps, timed
 
 OBJECT_STORE_BYTES = 256 * 2**20
 # Time for an actor to end by itself before it is killed, and for a local Ray to go.
 GRACE_SECONDS = 3.0
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM; the run can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +67,8 @@ def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable
         record.open(workers.first_rollout)
         with told():
             loop.start_up(workers.first_rollout)
+            if (unfinished := record.unfinished(workers.first_rollout)) is not None:
+                loop.finish_rollout(workers.first_rollout - 1, unfinished)
             return loop.run()
 
 
@@ -98,7 +95,7 @@ class RayWorkers:
         return dict(engine) | dict(self.group.region_bytes())
 
     def call(
-        self, steps: Sequence[str], rollout_id: int | None, version: int
+        self, steps: Sequence[str], rollout_id: int | None, version: int, metrics: Mapping[str, Any]
     ) -> tuple[Sequence[StepResult], RllaunchError | None]:
         match steps[0]:
             case "trainer.init":
@@ -107,7 +104,7 @@ class RayWorkers:
                 return [timed(lambda: self._update(version))], None
             case "save":
                 assert rollout_id is not None, "start-up saves nothing"
-                return [timed(lambda: (self._save(rollout_id), {}))], None
+                return [timed(lambda: (self._save(rollout_id, metrics), {}))], None
             case "train":
                 return self._train(steps)
         if steps[0].startswith("trainer."):
@@ -130,8 +127,8 @@ class RayWorkers:
         memory, sent = self.group.update_weights(version, self.manager)
         return memory, {"update_bytes": sent}
 
-    def _save(self, rollout_id: int) -> MemoryReading:
-        meta = {"vocabulary": self.inputs.vocabulary, "seed": self.inputs.config.run.seed}
+    def _save(self, rollout_id: int, metrics: Mapping[str, Any]) -> MemoryReading:
+        meta = {"vocabulary": self.inputs.vocabulary, "seed": self.inputs.config.run.seed, "metrics": dict(metrics)}
         with self.record.new_checkpoint(rollout_id, meta, self.inputs.config.run.save_total_limit) as directory:
             memory: MemoryReading = self.group.save(directory)
         return memory
@@ -222,6 +219,12 @@ def _start(
         waiting.append(ranks[-1].build.remote(context, slot, inputs.trainer.target))
     with told():
         ray.get(waiting)
+        if not ray.get(ranks[0].sees.remote(str(record.config_file.absolute()))):
+            raise EnvironmentProblem(
+                f"the node of trainer rank 0 does not see the run directory {record.path.absolute()}",
+                "run.run_dir",
+                "put it on a disk that all nodes share: --run-dir",
+            )
     workers = RayWorkers(inputs, manager, TrainGroup(ranks), record)
     if inputs.resume:
         at_checkpoint = workers.checkpoint.name if workers.checkpoint else "the beginning (no checkpoint was saved)"
@@ -339,68 +342,29 @@ def _python_path() -> str:
 def local_ledgers() -> Iterator[str]:
     """A directory for the pools' books and shared buffers, in memory where the machine allows it.
 
-    What earlier drivers left behind because they were killed is removed: it carries their process id.
+    What earlier drivers left behind because they were killed is removed. A lock on a file inside says that
+    its driver lives: a process id would not, where containers share memory but not processes.
     """
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     prefix = f"rllaunch-{os.getuid()}-"
     for left in base.glob(f"{prefix}*"):
-        pid = left.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        with contextlib.suppress(OSError), (left / "lock").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(left)
     directory = base / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
     directory.mkdir(mode=0o700)
-    try:
-        yield str(directory)
-    finally:
-        _remove(directory)
+    with (directory / "lock").open("wb") as mine:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        try:
+            yield str(directory)
+        finally:
+            _remove(directory)
 
 
 def _remove(directory: Path) -> None:
     import shutil
 
     shutil.rmtree(directory, ignore_errors=True)
-
-
-# -- signals and processes -------------------------------------------------------------------------
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(signal.Signals(number).name)
-
-
-def install_handlers() -> None:
-    """Ctrl-C and SIGTERM raise `Interrupted`; ray.init puts a SIGTERM handler of its own in place."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.signal(signal.SIGTERM, _interrupt)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    install_handlers()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def quiet_signals() -> Iterator[None]:
-    """While we clean up, an impatient second Ctrl-C does not stop the cleaning."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _children() -> list[Any]:

@@ -26,9 +26,13 @@ class Workers(Protocol):
     """The rollout manager and the trainer, wherever they run."""
 
     def call(
-        self, steps: Sequence[str], rollout_id: int | None, version: int
+        self, steps: Sequence[str], rollout_id: int | None, version: int, metrics: Mapping[str, Any]
     ) -> tuple[Sequence[StepResult], RllaunchError | None]:
-        """Run steps of one side (`side_of`) one after the other: what each gave, and the error that ended them."""
+        """Run steps of one side (`side_of`) one after the other: what each gave, and the error that ended them.
+
+        Args:
+            metrics: of the rollout so far; a save keeps them.
+        """
         ...
 
     def region_bytes(self) -> Mapping[Region, int]:
@@ -95,12 +99,33 @@ class Loop:
         self.progress = Progress()
         self.plan = Ledger(schedule, workers.region_bytes())
         self._seconds: dict[str, float] = {}
+        self._update_bytes = 0
 
     def start_up(self, first_rollout: int) -> None:
         """Bring the trainer up and the first weights to the engines."""
         self.progress = Progress(next_rollout=first_rollout, version=first_rollout)
         for steps in calls_of(self.schedule.init):
-            self._call("init", steps, None, first_rollout)
+            for result in self._call("init", steps, None, first_rollout):
+                self._update_bytes = result.report.get("update_bytes", self._update_bytes)
+
+    def finish_rollout(self, rollout_id: int, metrics: Mapping[str, Any]) -> None:
+        """What a stop after a rollout's save left undone: its evaluation and its row of metrics.
+
+        Start-up has just sent the weights that the save held, so what follows the save in the cycle can
+        follow here.
+
+        Args:
+            metrics: the rollout's, up to its save; they lie in the checkpoint.
+        """
+        started = time.perf_counter()
+        self._seconds = {}
+        row = dict(metrics) | {"update_bytes": self._update_bytes}
+        steps = [s for s in self.schedule.cycle if s.when == "eval"] if self._evaluates(rollout_id) else []
+        if steps:
+            for result in self._call("cycle", steps, rollout_id, rollout_id + 1):
+                row |= _eval_report(result.report)
+        row["seconds"] = self._phases(time.perf_counter() - started)
+        self._end_rollout(row)
 
     def run(self) -> Progress:
         """All remaining rollouts."""
@@ -110,29 +135,33 @@ class Loop:
 
     def cycle(self, rollout_id: int) -> None:
         """Generate, hand over, train, hand back, update."""
-        run = self.config.run
-        last = rollout_id + 1 == run.num_rollout
-        save = last or (run.save_interval > 0 and (rollout_id + 1) % run.save_interval == 0)
-        evaluate = bool(self.config.task.eval_prompt_data) and (
-            last or (run.eval_interval > 0 and (rollout_id + 1) % run.eval_interval == 0)
-        )
+        save, evaluate = self._due(rollout_id, self.config.run.save_interval), self._evaluates(rollout_id)
         metrics: dict[str, Any] = {"rollout_id": rollout_id}
         self._seconds = {}
         started = time.perf_counter()
         for steps in calls_of(self.schedule.steps(save=save, evaluate=evaluate)):
             # Training makes the next version; what comes after it sends and uses that one.
             version = rollout_id if steps[0].name == GENERATE else rollout_id + 1
+            # A checkpoint carries its rollout's metrics, so that a stop right after it loses no row.
+            self.progress.metrics = metrics
             for step, result in zip(steps, self._call("cycle", steps, rollout_id, version), strict=True):
-                report = dict(result.report)
-                if step.name == EVAL:
-                    report = {f"eval_{k}": v for k, v in report.items() if k in ("reward_mean", "exact_match")}
-                metrics.update(report)
+                metrics.update(_eval_report(result.report) if step.name == EVAL else result.report)
         metrics["seconds"] = self._phases(time.perf_counter() - started)
-        self.progress.next_rollout = rollout_id + 1
-        self.progress.version = rollout_id + 1
+        self._end_rollout(metrics)
+
+    def _end_rollout(self, metrics: dict[str, Any]) -> None:
+        self.progress.next_rollout = metrics["rollout_id"] + 1
+        self.progress.version = self.progress.next_rollout
         self.progress.metrics = metrics
         self.record.metrics(metrics)
         self.watcher.rollout(metrics)
+
+    def _due(self, rollout_id: int, interval: int) -> bool:
+        """Whether something done every `interval` rollouts, and after the last, is due after this one."""
+        return rollout_id + 1 == self.config.run.num_rollout or (interval > 0 and (rollout_id + 1) % interval == 0)
+
+    def _evaluates(self, rollout_id: int) -> bool:
+        return bool(self.config.task.eval_prompt_data) and self._due(rollout_id, self.config.run.eval_interval)
 
     def _phases(self, whole: float) -> dict[str, float]:
         """Seconds by phase; `handoff` is all moving of memory, the rest of `step` is the loop's own."""
@@ -143,7 +172,7 @@ class Loop:
     def _call(self, phase: str, steps: Sequence[Step], rollout_id: int | None, version: int) -> Sequence[StepResult]:
         names = [step.name for step in steps]
         self.watcher.step(next((n for n in names if "." not in n), names[0]), rollout_id, None)
-        results, error = self.workers.call(names, rollout_id, version)
+        results, error = self.workers.call(names, rollout_id, version, self.progress.metrics)
         for step, result in zip(steps, results, strict=False):
             self._seconds[step.name] = self._seconds.get(step.name, 0.0) + result.seconds
             self.watcher.step(step.name, rollout_id, result.memory)
@@ -168,8 +197,12 @@ class Loop:
             "planned_gpu_peak_bytes": planned.gpu_peak,
             "planned_host_peak_bytes": planned.host_peak * self.slots_per_node,
         }
-        for tier in ("gpu", "host"):
-            measured, expected = row[f"{tier}_bytes"], row[f"planned_{tier}_bytes"]
+        for what in ("gpu_bytes", "host_bytes", "gpu_peak_bytes", "host_peak_bytes"):
+            measured, expected = row[what], row[f"planned_{what}"]
             if expected and abs(measured / expected - 1) > abs(self.progress.worst_plan_ratio - 1):
                 self.progress.worst_plan_ratio = measured / expected
         return row
+
+
+def _eval_report(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"eval_{k}": v for k, v in report.items() if k in ("reward_mean", "exact_match")}

@@ -9,8 +9,10 @@ checkpoints/     rollout_000050/ …, each renamed into place when it is complet
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from rllaunch.resolve.resolve import Layer, Setting
 from rllaunch.resolve.schema import LaunchConfig
 
 CHECKPOINT = "rollout_{:06d}"
+_CHECKPOINT_NAME = re.compile(r"rollout_(\d{6,})")
 
 
 @dataclass
@@ -34,6 +37,7 @@ class RunDirectory:
     path: Path
     observers: list[tuple[str, Any]] = field(default_factory=list)
     complain: Callable[[str], None] = lambda text: None
+    _lock: IO[bytes] | None = None
     _events: IO[str] | None = None
     _metrics: IO[str] | None = None
 
@@ -53,14 +57,54 @@ class RunDirectory:
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._take()
+            for left in self.checkpoints.glob(".rollout_*"):
+                shutil.rmtree(left, ignore_errors=True)
             write_atomically(self.config_file, json.dumps(config.model_dump(mode="json"), indent=2))
             write_atomically(self.path / "launch.json", json.dumps(launch, indent=2))
-        except OSError as err:
+        except (OSError, ValueError) as err:
+            if isinstance(err, BlockingIOError):
+                raise EnvironmentProblem(
+                    f"another process is running in {self.path}",
+                    "run.run_dir",
+                    "wait for it, or choose another --run-dir",
+                ) from None
             raise EnvironmentProblem(
-                f"the run directory cannot be written: {self.path}: {err.strerror}",
+                f"the run directory cannot be written: {self.path}: {getattr(err, 'strerror', None) or err}",
                 "run.run_dir",
                 "choose another --run-dir",
             ) from None
+
+    def resume(self, config: LaunchConfig, launch: Mapping[str, Any]) -> list[str]:
+        """Take the directory again; its config is now this one. What changed since that may change numbers.
+
+        Raises:
+            EnvironmentProblem: another process runs in it, or it cannot be written.
+        """
+        file = self.path / "launch.json"
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        history = [*before.get("resumed", []), {"command": launch.get("command"), "versions": launch.get("versions")}]
+        was = (history[-2] if len(history) > 1 else before).get("versions") or {}
+        now = launch.get("versions") or {}
+        self.create(config, dict(launch) | {"versions": before.get("versions"), "resumed": history})
+        return [f"{name} was {was[name]}, is {now.get(name)}" for name in was if was[name] != now.get(name)]
+
+    def _take(self) -> None:
+        """Hold the directory until this process ends; BlockingIOError if another one does."""
+        self._lock = (self.path / ".lock").open("ab")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unfinished(self, first_rollout: int) -> Mapping[str, Any] | None:
+        """Metrics up to its save of the rollout before `first_rollout`, if its row was never written."""
+        checkpoints = self.list_checkpoints()
+        if not checkpoints or checkpoints[-1][0] + 1 != first_rollout:
+            return None
+        rows = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        if rows and json.loads(rows[-1])["rollout_id"] + 1 == first_rollout:
+            return None
+        meta: dict[str, Any] = json.loads((checkpoints[-1][1] / "meta.json").read_text(encoding="utf-8"))
+        metrics: dict[str, Any] = meta["metrics"]
+        return metrics
 
     def open(self, first_rollout: int) -> None:
         """Open events and metrics for appending, cut back to what lies before `first_rollout`."""
@@ -128,13 +172,27 @@ class RunDirectory:
             return []
         found = []
         for entry in self.checkpoints.iterdir():
-            if entry.name.startswith("rollout_") and (entry / "meta.json").is_file():
-                found.append((int(entry.name.removeprefix("rollout_")), entry))
+            # Only our own names: a copy that somebody made beside them is not ours to prune or to resume.
+            name = _CHECKPOINT_NAME.fullmatch(entry.name)
+            if name and (entry / "meta.json").is_file():
+                found.append((int(name.group(1)), entry))
         return sorted(found)
 
 
 def default_run_dir(config: LaunchConfig, now: datetime) -> Path:
-    return Path("runs") / f"{config.model.name}-{config.hardware.name}-{now:%Y%m%d-%H%M%S}"
+    """A new directory for a run, made here, so that two runs started in one second get two."""
+    stem = f"{Path(config.model.name).name}-{config.hardware.name}-{now:%Y%m%d-%H%M%S}"
+    for number in range(1, 1000):
+        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as err:
+            what = f"no run directory can be made: {path}: {err.strerror}"
+            raise EnvironmentProblem(what, "", "choose one with --run-dir") from None
+        return path
+    raise EnvironmentProblem(f"no free name for a run directory like {stem}", "", "choose one with --run-dir")
 
 
 def saved_layer(run_dir: Path) -> Layer:
@@ -152,13 +210,15 @@ def saved_layer(run_dir: Path) -> Layer:
         ) from None
     except (OSError, ValueError) as err:
         raise ConfigError(f"the run's config cannot be read: {err}", str(file), "restore the file") from None
-    settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v is not None and not (v == {} and "." in k)]
+    if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
+        raise ConfigError("the run's config is not one that rllaunch wrote", str(file), "restore the file")
+    settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v != {}]
     return Layer("run", tuple(settings))
 
 
 # What may differ between a run and its resumption without changing what it computes.
 _FREE_ON_RESUME = ("run.num_rollout", "run.save_interval", "run.save_total_limit", "run.eval_interval", "run.run_dir")
-_FREE_SECTIONS = ("handoff", "pools", "env")
+_FREE_SECTIONS = ("handoff", "pools")
 
 
 def refuse_changes(run_dir: Path, config: LaunchConfig) -> None:

@@ -4,69 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rllaunch.backends.base import BackendSpec
-from rllaunch.errors import ConfigError, DataError, RllaunchError
+from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.plan.handoff import Schedule
 from rllaunch.plugins import Plugins
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
-from rllaunch.run.data import Prompt, load_prompts, load_reward
+from rllaunch.run.data import TaskData
 from rllaunch.run.record import RunDirectory
-
-
-@dataclass(frozen=True)
-class TaskData:
-    """The prompts of a run, and what follows from them.
-
-    Args:
-        vocabulary: characters of a character tokenizer, in id order; empty for a checkpoint's tokenizer.
-    """
-
-    prompts: list[Prompt]
-    eval_prompts: list[Prompt]
-    vocabulary: str
-
-
-def load_task(resolved: Resolved) -> TaskData:
-    """Read the prompt files and import the reward: whatever is wrong with them shows before Ray starts.
-
-    Raises:
-        DataError, ConfigError: with the line of the file, or the name that cannot be imported.
-    """
-    config = resolved.config
-
-    def origin(key: str) -> str:
-        found = resolved.origin(key)
-        return f"{key}   {found.layer}: {found.source}"
-
-    prompts = load_prompts(config.task.prompt_data, origin("task.prompt_data"))
-    eval_prompts = []
-    if config.task.eval_prompt_data:
-        eval_prompts = load_prompts(config.task.eval_prompt_data, origin("task.eval_prompt_data"))
-    load_reward(config.task.reward, origin("task.reward"))
-    vocabulary = config.model.vocabulary
-    if vocabulary == "auto":
-        vocabulary = "".join(sorted({c for p in [*prompts, *eval_prompts] for c in p.text + p.label}))
-    elif vocabulary:
-        _check_vocabulary(config, vocabulary, prompts, eval_prompts, origin("model.vocabulary"))
-    return TaskData(prompts, eval_prompts, vocabulary)
-
-
-def _check_vocabulary(
-    config: LaunchConfig, vocabulary: str, prompts: list[Prompt], eval_prompts: list[Prompt], where: str
-) -> None:
-    for path, group in ((config.task.prompt_data, prompts), (config.task.eval_prompt_data, eval_prompts)):
-        for number, prompt in enumerate(group, start=1):
-            if unknown := sorted(set(prompt.text) - set(vocabulary)):
-                raise DataError(
-                    f"prompt {number} has characters the vocabulary lacks: {''.join(unknown)!r}",
-                    (path, where),
-                    "--set model.vocabulary=auto takes the characters of the task",
-                )
 
 
 def longest_prompt(config: LaunchConfig, data: TaskData) -> int:
@@ -103,27 +51,31 @@ def start(
     plugins: Plugins,
     resolved: Resolved,
     schedule: Schedule,
+    data: TaskData,
+    longest: int,
     run_dir: Path,
     environment: Mapping[str, str],
     launch_json: Mapping[str, Any],
+    summary: dict[str, Any],
     *,
     resume: bool,
     say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Run the launch and return its summary.
+) -> None:
+    """Run the launch and fill in its summary, however it ends.
 
     Raises:
         RllaunchError: what went wrong; the run directory holds everything up to there.
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
     config = resolved.config
-    data = load_task(resolved)
-    longest = longest_prompt(config, data)
     record = RunDirectory(run_dir, complain=say)
+    launch_json = dict(launch_json) | {"versions": versions()}
     if resume:
         _same_vocabulary(record, data.vocabulary)
+        for change in record.resume(config, launch_json):
+            say(f"warning: {change}: the numbers may differ from an uninterrupted run's")
     else:
-        record.create(config, dict(launch_json) | {"versions": versions()})
+        record.create(config, launch_json)
     from rllaunch.run.display import watching
     from rllaunch.run.driver import RunInputs, run
 
@@ -143,7 +95,6 @@ def start(
     record.observers = [(info.label, observer) for info, observer in plugins.observers(config, run_dir)]
     for problem in plugins.problems[known:]:
         say(f"warning: {problem.what}")
-    summary: dict[str, Any] = {"run_dir": str(run_dir), "status": "failed"}
     try:
         with watching(config) as watcher:
             progress = run(inputs, record, watcher, say)
@@ -161,7 +112,6 @@ def start(
         raise
     finally:
         record.close(summary)
-    return summary
 
 
 def _same_vocabulary(record: RunDirectory, vocabulary: str) -> None:

@@ -54,6 +54,10 @@ class TrainerRank:
     def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
 
+    def sees(self, path: str) -> bool:
+        """Whether a file of the driver's is on this node too: checkpoints are written from here."""
+        return Path(path).exists()
+
     def region_bytes(self) -> Mapping[Region, int]:
         return self.backend.region_bytes()
 
@@ -118,12 +122,23 @@ class TrainGroup:
         Args:
             batch: a rollout in the object store; the ranks read it there.
         """
-        answers = ray.get([actor.run.remote(list(steps), batch) for actor in self.ranks])
+        answers = self._gather([actor.run.remote(list(steps), batch) for actor in self.ranks])
+        if failed := [a for a in answers if a is not None and a[1] is not None]:
+            return failed[0]
         merged = [
             StepResult(_worst([r.memory for r in of_step]), max(r.seconds for r in of_step), of_step[0].report)
-            for of_step in zip(*(results for results, _ in answers), strict=False)
+            for of_step in zip(*(answer[0] for answer in answers if answer is not None), strict=True)
         ]
-        return merged, next((error for _, error in answers if error is not None), None)
+        return merged, None
+
+    def _gather(self, references: list[Any]) -> list[tuple[list[StepResult], RllaunchError | None] | None]:
+        """The ranks' answers; as soon as one has failed, without the others, which wait for it in vain."""
+        answers: dict[Any, tuple[list[StepResult], RllaunchError | None]] = {}
+        waiting = list(references)
+        while waiting and not any(error for _, error in answers.values()):
+            ready, waiting = ray.wait(waiting, num_returns=1)
+            answers |= {reference: ray.get(reference) for reference in ready}
+        return [answers.get(reference) for reference in references]
 
     def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
         answers = ray.get([actor.update_weights.remote(version, manager) for actor in self.ranks])

@@ -25,6 +25,7 @@ from rllaunch.doctor.rules.shared_memory import check_shared_memory
 from rllaunch.resolve.detect import probe_machine
 
 CPU = {
+    "model.dtype": "float32",
     "hardware.name": "cpu",
     "hardware.accelerator": "cpu",
     "hardware.gpus_per_node": 1,

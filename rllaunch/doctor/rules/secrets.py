@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.resolve.origins import Resolved
-
-SECRET_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY)($|_)", re.IGNORECASE)
+from rllaunch.resolve.secrets import FREE_SECTIONS, is_secret
 
 
 def _check_secrets(resolved: Resolved) -> Iterator[Finding]:
-    for name, value in (resolved.config.env.model_extra or {}).items():
-        if SECRET_NAME.search(name):
-            # The value is what must not be shown, and a flag's origin repeats it.
-            origin = resolved.origin(f"env.{name}")
-            source = origin.source.replace(str(value), "…")
-            yield Finding(
-                "RL338",
-                "error",
-                f"env.{name} would write a secret into the run directory and every command line",
-                (f"env.{name} = …   {origin.layer}: {source}",),
-                f"export {name} where the run is started; its processes inherit it",
-            )
+    for section in FREE_SECTIONS:
+        for name, value in (getattr(resolved.config, section).model_extra or {}).items():
+            key = f"{section}.{name}"
+            if is_secret(key, value):
+                yield Finding(
+                    "RL338",
+                    "error",
+                    f"{key} would write a secret into the run directory and every command line",
+                    (resolved.describe(key),),
+                    f"export {name.upper()} where Ray is started (for a local run: where rllaunch is started)",
+                )
 
 
 RULES = (
