@@ -141,12 +141,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes in use on the fullest GPU and the fullest node, and the most since the last reading."""
+    """Bytes in use on the fullest GPU and the fullest node, and the most since the last reading.
+
+    Args:
+        moved_bytes: copied between GPU and host by this process since its last reading.
+    """
 
     gpu_bytes: int
     host_bytes: int
     gpu_peak_bytes: int
     host_peak_bytes: int
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)

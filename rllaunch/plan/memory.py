@@ -19,6 +19,7 @@ class StepBytes:
     Args:
         gpu: region → bytes on the device at the end of the step.
         host: region → bytes on the host at the end of the step; a shared arena is `arena`.
+        bytes_moved: copied between GPU and host; what an update sends is not in it.
     """
 
     phase: str
@@ -61,8 +62,6 @@ class Ledger:
             size = self.sizes.get(region, 0)
             if op.action in ("copy_out", "copy_in"):
                 moved += size
-            elif op.action == "publish":
-                moved += self.sizes.get("update_bucket", 0) and self.sizes.get("weights", 0)
             elif op.tier == "gpu":
                 if op.action == "alloc":
                     self.gpu[region] = size

@@ -159,4 +159,5 @@ def _worst(readings: Sequence[MemoryReading]) -> MemoryReading:
         max(r.host_bytes for r in readings),
         max(r.gpu_peak_bytes for r in readings),
         max(r.host_peak_bytes for r in readings),
+        max(r.moved_bytes for r in readings),
     )

@@ -31,7 +31,7 @@ def test_a_run_leaves_what_the_readme_says(train: Callable[..., Any]):
     assert ["eval_exact_match" in row for row in run.metrics] == [False, True, False, True]
     assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["rollout_000001", "rollout_000003"]
     assert "finished 4 rollouts" in run.err
-    assert "memory as planned, to the byte" in run.err
+    assert "memory pools as planned, to the byte" in run.err
 
 
 def test_events_are_the_schedule_step_by_step(train: Callable[..., Any]):
@@ -72,6 +72,8 @@ def test_memory_is_what_was_planned_to_the_byte(train: Callable[..., Any], words
     for event in run.events:
         for what in ("gpu_bytes", "host_bytes", "gpu_peak_bytes", "host_peak_bytes"):
             assert event[what] == event[f"planned_{what}"], (what, event)
+        if "." in event["step"]:
+            assert event["bytes_moved"] == event["planned_bytes_moved"], event
 
 
 def copies(run: Any) -> tuple[int, int, int]:
@@ -126,7 +128,7 @@ def test_every_algorithm_runs_in_cpu_order_with_its_memory_as_planned(
     run = train("--num-rollout", "3", *words)
     assert run.code == 0, run.err
     assert len(run.metrics) == 3
-    assert "memory as planned, to the byte" in run.err
+    assert "memory pools as planned, to the byte" in run.err
     if "ppo" in words:
         assert all("value_loss" in row for row in run.metrics)
 
@@ -136,4 +138,5 @@ def test_json_ends_with_one_summary_object(train: Callable[..., Any]):
     summary = json.loads(run.out)
     assert summary["status"] == "finished"
     assert summary["run_dir"] == str(run.path)
+    assert run.out.count("\n") == 1, "one line"
     assert {"rollouts", "reward_mean", "exact_match", "eval_exact_match", "worst_plan_ratio"} <= set(summary)

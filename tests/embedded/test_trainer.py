@@ -151,8 +151,8 @@ def test_kl_is_measured_against_the_frozen_first_policy(tmp_path: Path):
     trainer = started_trainer(tmp_path, "kl", trainer=ONE_STEP)
     reference = parameters_of(trainer, "reference")
     figures = [trainer.train(make_batch(trainer.context, i)).values for i in range(2)]
-    assert figures[0]["kl"] == pytest.approx(0, abs=1e-7)
-    assert figures[1]["kl"] > 1e-4
+    assert figures[0]["kl_reference"] == pytest.approx(0, abs=1e-7)
+    assert figures[1]["kl_reference"] > 1e-4
     assert_close(parameters_of(trainer, "reference"), reference, atol=0)
 
 
@@ -160,7 +160,9 @@ def test_the_kl_term_holds_the_policy_back(tmp_path: Path):
     distance = {}
     for coefficient in (0.001, 10.0):
         trainer = started_trainer(tmp_path / str(coefficient), algorithm={"kl_loss_coef": coefficient})
-        distance[coefficient] = [trainer.train(make_batch(trainer.context, i)).values["kl"] for i in range(6)][-1]
+        distance[coefficient] = [
+            trainer.train(make_batch(trainer.context, i)).values["kl_reference"] for i in range(6)
+        ][-1]
     assert distance[10.0] < 0.5 * distance[0.001]
 
 
@@ -227,7 +229,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_parameters_are_touched(tmp
     batch = make_batch(trainer.context)
     with pytest.raises(RunError) as caught:
         trainer.train(replace(batch, reward_B=np.full_like(batch.reward_B, np.nan)))
-    assert str(caught.value).startswith("error: loss is nan in training\n")
+    assert str(caught.value).startswith("error: policy_loss is nan in training\n")
     assert_close(parameters_of(trainer), before, atol=0)
     assert trainer._device_pool.by_region().keys() == {"params", "optimizer", "grads"}
     trainer.train(batch)

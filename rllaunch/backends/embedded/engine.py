@@ -266,7 +266,7 @@ class EmbeddedEngine:
         return all(buffer.is_resident for buffer in self._buffers.values())
 
     def memory(self) -> MemoryReading:
-        return read_memory(self._device_pool, self._host_pool)
+        return read_memory(self._device_pool, self._host_pool, self._copies)
 
     def shutdown(self) -> None:
         if self._copies is not None:

@@ -35,10 +35,28 @@ class HostCopies(Protocol):
         """The host copy as it lies; an error where there is none."""
         ...
 
+    def take_moved(self) -> int:
+        """Bytes copied either way since the last call."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
-class OwnCopies:
+class _Moving:
+    """Counts what is copied between device and host."""
+
+    _moved_bytes = 0
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+        self._moved_bytes += source.numel()
+
+    def take_moved(self) -> int:
+        moved, self._moved_bytes = self._moved_bytes, 0
+        return moved
+
+
+class OwnCopies(_Moving):
     """A host buffer for each region.
 
     Args:
@@ -58,11 +76,11 @@ class OwnCopies:
         buffer = self._buffers[region]
         if not buffer.is_resident:
             buffer.allocate()
-        buffer.bytes.copy_(device_bytes)
+        self._copy(buffer.bytes, device_bytes)
         self._is_current[region] = True
 
     def restore(self, region: Region, device_bytes: Tensor) -> None:
-        device_bytes.copy_(self.read(region))
+        self._copy(device_bytes, self.read(region))
         self._is_current[region] = False
         if not self.is_retained:
             self._buffers[region].free()
@@ -183,7 +201,7 @@ class Arena:
             page[:] = memoryview(json.dumps(asdict(marker)).encode().ljust(self._PAGE_BYTES, b"\0"))
 
 
-class ArenaCopies:
+class ArenaCopies(_Moving):
     """Host copies of one owner in a shared arena, one region after another from its start."""
 
     def __init__(self, arena: Arena, owner: str, sizes: Mapping[Region, int]) -> None:
@@ -198,11 +216,11 @@ class ArenaCopies:
 
     def store(self, region: Region, device_bytes: Tensor) -> None:
         self._arena.claim(self._owner, region)
-        self._arena.content()[self._span[region]].copy_(device_bytes)
+        self._copy(self._arena.content()[self._span[region]], device_bytes)
         self._arena.mark_whole(self._owner, region)
 
     def restore(self, region: Region, device_bytes: Tensor) -> None:
-        device_bytes.copy_(self.read(region))
+        self._copy(device_bytes, self.read(region))
         self._arena.give_back(self._owner, region)
 
     def read(self, region: Region) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rllaunch.backends.base import LaunchContext, MemoryReading
+from rllaunch.backends.embedded.host_copies import HostCopies
 from rllaunch.backends.embedded.layout import lay_out
 from rllaunch.backends.embedded.model import build_model, engine_dtype
 from rllaunch.backends.embedded.pool import Pool
@@ -18,7 +19,7 @@ def arena_bytes(context: LaunchContext) -> int:
     return max(layouts.params.nbytes + layouts.optimizer.nbytes, mirror)
 
 
-def read_memory(device: Pool, host: Pool) -> MemoryReading:
+def read_memory(device: Pool, host: Pool, copies: HostCopies | None) -> MemoryReading:
     """The books of a slot's device and of its node's host, whoever holds the memory; starts a new peak."""
     (gpu, gpu_peak), (node, node_peak) = device.reading(), host.reading()
-    return MemoryReading(gpu, node, gpu_peak, node_peak)
+    return MemoryReading(gpu, node, gpu_peak, node_peak, copies.take_moved() if copies else 0)

@@ -254,7 +254,7 @@ class EmbeddedTrainer:
             self._buffers["grads"].free()
 
     def memory(self) -> MemoryReading:
-        return read_memory(self._device_pool, self._host_pool)
+        return read_memory(self._device_pool, self._host_pool, self._copies)
 
     def shutdown(self) -> None:
         if self._copies is not None:
