@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if 
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow lint type bench docs clean
+.PHONY: help install train test lint type bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
-	@echo "installing rllaunch and what it needs (torch and ray are large: a minute or two) …"
+	@echo "installing rllaunch and what it needs (torch and ray are large: a few minutes) …"
 	$(PIP) -e .
 	@touch $@
 
@@ -34,10 +34,8 @@ train: $(VENV)/.installed ## Watch a policy learn on this machine (ARGS="--num-r
 	$(BIN)/rllaunch train --model tiny --hardware cpu $(ARGS)
 
 test: $(VENV)/.installed-test ## Everything that runs without a GPU (ARGS="-k handoff" …)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
-
-test-slow: $(VENV)/.installed-test ## The tests that take minutes: learning on three seeds
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q plugins/rllaunch-example
 
 lint: $(VENV)/.installed-test ## ruff, and the import contracts
 	$(BIN)/ruff check .

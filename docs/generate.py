@@ -31,7 +31,8 @@ def keys_page() -> str:
             section = name
             lines += ["", f"## [{section}]", "", "| key | default | flag | meaning |", "|---|---|---|---|"]
         flag = flags.get(key)
-        shown = "" if flag is None else f"`{flag.name}`" + (f" / `--no-{flag.name[2:]}`" if flag.is_bool else "")
+        names = (flag.name, *flag.aliases) if flag else ()
+        shown = ", ".join(f"`{n}`" for n in names) + (f" / `--no-{flag.name[2:]}`" if flag and flag.is_bool else "")
         meaning = descriptions()[key].replace("|", "\\|")
         lines.append(f"| `{leaf}` | `{show_value(defaults[section][leaf])}` | {shown} | {meaning} |")
     return "\n".join(lines) + "\n"
@@ -39,7 +40,7 @@ def keys_page() -> str:
 
 def rules_page() -> str:
     """docs/rules.md: every rule of the doctor with its reason."""
-    from rllaunch.doctor.engine import builtin_rules
+    from rllaunch.doctor.engine import ENGINE_CODES, builtin_rules
 
     lines = [
         "# Rules",
@@ -51,6 +52,14 @@ def rules_page() -> str:
         "| code | rule | why | can be allowed |",
         "|---|---|---|---|",
     ]
+    others = {
+        **ENGINE_CODES,
+        "RL010": "a plugin or a profile cannot be used",
+        "RL337": "no plugin brings the backend",
+        "RL340": "prompts or reward cannot be used (not with --no-probe)",
+        "RL508": "a backend that this version cannot start yet",
+    }
+    lines += [f"| {code} | {name} | | |" for code, name in sorted(others.items())]
     for rule in builtin_rules():
         reason = " ".join(rule.reason.split()).replace("|", "\\|")
         lines.append(f"| {rule.code} | {rule.name} | {reason} | {'yes' if rule.overridable else ''} |")

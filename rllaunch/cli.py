@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rllaunch.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_USAGE, RllaunchError
+from rllaunch.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, EXIT_USAGE, RllaunchError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from typer._click import Command, Context, HelpFormatter
@@ -28,6 +28,7 @@ COMMANDS = {
 }
 
 
+GROUP_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 TRACEBACK_VARIABLE = "RLLAUNCH_TRACEBACK"
 
 
@@ -54,8 +55,6 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Context, args: list[str]) -> Any:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            from rllaunch.errors import UsageError, did_you_mean
-
             raise UsageError(f"unknown command {name!r}", "", did_you_mean(name, self.list_commands(ctx), "commands"))
         return super().resolve_command(ctx, args)
 
@@ -151,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its kind (see `rllaunch.errors`)."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
+        if words and words[0].startswith("--") and words[0] not in GROUP_OPTIONS:
+            raise UsageError(f"{words[0]} stands before the command", "", f"rllaunch COMMAND {' '.join(words[:2])}")
         code = app(args=list(argv) if argv is not None else None, prog_name="rllaunch", standalone_mode=False)
     except RllaunchError as err:
         from rllaunch.console import say
@@ -168,7 +169,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as err:
         # Typer's own usage errors (a bad option of a command) know how to show themselves.
         if hasattr(err, "show") and hasattr(err, "exit_code"):
-            err.show()
+            from rllaunch.console import say
+
+            message: str = getattr(err, "format_message")()  # noqa: B009
+            if message:  # an empty one has shown the help already
+                say(f"error: {message[0].lower()}{message[1:].rstrip('.')}\nhint: see --help")
+            else:
+                err.show()
             sys.exit(EXIT_USAGE)
         if os.environ.get(TRACEBACK_VARIABLE):
             raise

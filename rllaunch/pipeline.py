@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rllaunch.doctor.engine import RANK, diagnose
@@ -17,6 +18,8 @@ from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.resolve.secrets import FREE_SECTIONS, HIDDEN, is_secret
+from rllaunch.run.data import load_task
+from rllaunch.run.start import longest_prompt
 
 # What every process of a run gets unless the user's environment or the config says otherwise.
 PROCESS_ENV = {
@@ -55,6 +58,19 @@ class Launch:
         found = [*plugin_findings(self.plugins), *backends, *diagnose(self.resolved, rules, probe=probe)]
         return sorted(found, key=lambda f: (RANK[f.level], f.code))
 
+    def task_findings(self) -> list[Finding]:
+        """What is wrong with prompts and reward: reads the files and imports the reward's module."""
+        config = self.config
+        if not (config.task.prompt_data and Path(config.task.prompt_data).exists() and ":" in config.task.reward):
+            return []  # other rules speak of these
+        try:
+            data = load_task(self.resolved)
+            if data.vocabulary:
+                longest_prompt(config, data)
+        except RllaunchError as err:
+            return [Finding("RL340", "error", err.what, err.where, err.fix)]
+        return []
+
     def _backend_findings(self, side: str, probe: bool) -> list[Finding]:
         """A backend that nobody brings, or that this version cannot run yet."""
         known, key = self.plugins.backends(side), f"{side}.backend"
@@ -62,9 +78,10 @@ class Launch:
         if name not in known:
             text = f"no plugin brings a {side} backend {name!r}"
             return [Finding("RL337", "error", text, where, did_you_mean(name, known))]
-        if probe and not known[name].target:
-            text = f"this version of rllaunch cannot run the {name} {side} yet: it resolves, checks and dry-runs"
-            return [Finding("RL508", "error", text, where, f"--{side}-backend embedded runs on one machine")]
+        if not known[name].target:
+            text = f"this version of rllaunch resolves, checks and dry-runs {name} launches; it cannot start them yet"
+            fix = "--dry-run shows what it would start; whether it fits in memory is not forecast yet either"
+            return [Finding("RL508", "error" if probe else "warning", text, where, fix)]
         return []
 
     def command(self) -> list[str]:

@@ -52,7 +52,8 @@ class LaunchCommand(TyperCommand):
             )
         sections: dict[str, list[tuple[str, str]]] = {}
         for flag in launch_flags().values():
-            name = f"{flag.name} / --no-{flag.name[2:]}" if flag.is_bool else f"{flag.name} {flag.metavar}"
+            name = ", ".join((flag.name, *flag.aliases))
+            name = f"{name} / --no-{flag.name[2:]}" if flag.is_bool else f"{name} {flag.metavar}"
             sections.setdefault(flag.key.partition(".")[0], []).append((name, flag.help))
         for section, rows in sections.items():
             with formatter.section(f"[{section}]"):

@@ -26,7 +26,7 @@ def doctor(
     cluster lacks something.
     """
     made = launch(request_of(ctx))
-    findings = made.findings(probe=probe)
+    findings = made.findings(probe=probe) + (made.task_findings() if probe else [])
     errors = [f for f in findings if f.level == "error"]
     if json:
         console.data_json({"ok": not errors, "findings": [f.to_json() for f in findings]})

@@ -56,6 +56,8 @@ def train(
         findings = made.findings(probe=True)
         if resume:
             findings = [f for f in findings if f.code != "RL504"] + check_run_dir(made.resolved, resume=True)
+    if dry_run and not exit_code(findings):
+        findings += made.task_findings()
     if dry_run or exit_code(findings):
         if json:
             console.data_json(_dry_json(made, findings))
@@ -91,15 +93,19 @@ def train(
                 say=console.say,
             )
     except RllaunchError as err:
+        if run_dir.parts:
+            console.say(f"the run is in {run_dir}; go on with: {_go_on(run_dir)}")
         if json:
             console.data_json(summary | {"status": "failed", "error": err.what}, one_line=True)
             err.told = True
+        elif run_dir.parts:
+            console.data(str(run_dir))
         raise
     except KeyboardInterrupt as err:
         if json:
             console.data_json(summary | {"status": "interrupted"}, one_line=True)
-        go_on = f"rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}"
-        console.say(f"interrupted ({err or 'SIGINT'}); go on with: {go_on}")
+        go_on = f"; go on with: {_go_on(run_dir)}" if run_dir.parts else ""
+        console.say(f"interrupted ({str(err) or 'SIGINT'}){go_on}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     console.say(_verdict(summary))
     if json:
@@ -170,6 +176,10 @@ def _shown_environment(made: Launch) -> dict[str, str]:
     return {name: HIDDEN if is_secret_name(name) else value for name, value in made.environment().items()}
 
 
+def _go_on(run_dir: Path) -> str:
+    return f"rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}"
+
+
 def _count(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
@@ -187,7 +197,10 @@ def _dry_json(made: Launch, findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def _verdict(summary: dict[str, object]) -> str:
-    parts = [f"finished {summary['rollouts']} rollouts"]
+    rollouts = summary["rollouts"]
+    parts = [f"finished {rollouts} rollout{'' if rollouts == 1 else 's'}"]
+    if "worst_plan_ratio" not in summary:
+        return f"{parts[0]} already; --num-rollout N goes on"
     for key, label in (
         ("reward_mean", "reward"),
         ("exact_match", "exact match"),

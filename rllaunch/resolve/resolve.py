@@ -185,6 +185,8 @@ def config_layer(path: Path) -> Layer:
                 where,
                 _section_hint(key),
             )
+        if isinstance(value, str) and is_list(field_of(key)):
+            value = [value]  # one word for a list of one, as on the command line
         settings.append(Setting(key, _beside(key, value, path.parent), where))
     return Layer("config", tuple(settings))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +105,15 @@ def load_reward(target: str, where: str) -> Reward:
     if not callable(function):
         known = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ConfigError(f"{module_name} has no function {name!r}", where, f"it has: {known or 'none'}")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{target} is async", where, "a reward is a plain function that returns a number")
+    with contextlib.suppress(ValueError):  # some built-in functions do not tell their parameters
+        signature = inspect.signature(function)
+        try:
+            signature.bind("prompt", "response", "label")
+        except TypeError as err:
+            fix = "a reward is called as function(prompt, response, label)"
+            raise ConfigError(f"{target}{signature} cannot be called with three texts: {err}", where, fix) from None
     reward: Reward = function
     return reward
 
@@ -115,10 +127,11 @@ def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
     shown = (f"prompt: {prompt.text!r}", f"response: {response!r}", f"label: {prompt.label!r}", f"reward: {name}")
     try:
         value = reward(prompt.text, response, prompt.label)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
+        frame = traceback.extract_tb(err.__traceback__)[-1]
         raise RunError(
             f"the reward function raised {type(err).__name__}: {err}",
-            shown,
+            (*shown, f"at {frame.filename}:{frame.lineno} in {frame.name}"),
             "correct the function; --resume goes on from the last checkpoint",
         ) from None
     try:

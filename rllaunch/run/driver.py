@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 import tempfile
 import time
 import uuid
@@ -140,8 +141,11 @@ class ManagerActor:
     Built in `start`, not in the constructor: what fails there reaches the driver in its own words.
     """
 
-    def start(self, *arguments: Any) -> None:
+    def start(self, log: str, *arguments: Any) -> None:
         from rllaunch.run.rollout_manager import make_manager
+
+        # What a reward function prints is for whoever wrote it.
+        sys.stdout = sys.stderr = Path(log).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
         self.manager = make_manager(*arguments)
         self.manager.start()
@@ -211,7 +215,8 @@ def _start(
     manager = ray.remote(ManagerActor).options(**at(bundles[0])).remote()
     started.append(manager)
     task = (inputs.prompts, inputs.eval_prompts, config.task.reward)
-    waiting = [manager.start.remote(context, slots, inputs.rollout.target, *task)]
+    log = str((record.path / "rollout.log").absolute())
+    waiting = [manager.start.remote(log, context, slots, inputs.rollout.target, *task)]
     ranks = []
     for slot, bundle in zip(slots, bundles, strict=True):
         ranks.append(ray.remote(TrainerRank).options(**at(bundle)).remote())

@@ -164,10 +164,11 @@ class Loop:
         return bool(self.config.task.eval_prompt_data) and self._due(rollout_id, self.config.run.eval_interval)
 
     def _phases(self, whole: float) -> dict[str, float]:
-        """Seconds by phase; `handoff` is all moving of memory, the rest of `step` is the loop's own."""
+        """Seconds by phase; `handoff` is all moving of memory, `own` what the loop itself takes of `step`."""
         known = {name: self._seconds.get(name, 0.0) for name in (GENERATE, TRAIN, UPDATE, SAVE, EVAL)}
         handoff = sum(s for name, s in self._seconds.items() if name not in known)
-        return {k: round(v, 6) for k, v in {**known, "handoff": handoff, "step": whole}.items()}
+        own = whole - sum(self._seconds.values())
+        return {k: round(v, 6) for k, v in {**known, "handoff": handoff, "own": own, "step": whole}.items()}
 
     def _call(self, phase: str, steps: Sequence[Step], rollout_id: int | None, version: int) -> Sequence[StepResult]:
         names = [step.name for step in steps]

@@ -99,8 +99,9 @@ class RunDirectory:
         checkpoints = self.list_checkpoints()
         if not checkpoints or checkpoints[-1][0] + 1 != first_rollout:
             return None
-        rows = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        if rows and json.loads(rows[-1])["rollout_id"] + 1 == first_rollout:
+        file = self.path / "metrics.jsonl"
+        rows = [_parsed(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+        if any(row.get("rollout_id") == first_rollout - 1 for row in rows):
             return None
         meta: dict[str, Any] = json.loads((checkpoints[-1][1] / "meta.json").read_text(encoding="utf-8"))
         metrics: dict[str, Any] = meta["metrics"]
@@ -261,16 +262,22 @@ def _append(stream: IO[str], row: Mapping[str, Any]) -> None:
     stream.flush()
 
 
+def _parsed(line: str) -> dict[str, Any]:
+    """A line's object; nothing for one that a kill cut short."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return {}
+    return row
+
+
 def _cut(path: Path, first_rollout: int) -> None:
     """Keep the rows of rollouts before `first_rollout`; start-up's rows go, it happens again."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rollout_id = json.loads(line).get("rollout_id")
-        except ValueError:
-            continue
+        rollout_id = _parsed(line).get("rollout_id")
         if rollout_id is not None and rollout_id < first_rollout:
             kept.append(line + "\n")
     write_atomically(path, "".join(kept))

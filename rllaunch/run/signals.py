@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run goes: one exception, one clean-up, one exit code."""
+"""Ctrl-C, SIGTERM and a closed terminal while a run goes: one exception, one clean-up, one exit code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,8 +22,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def install_handlers() -> None:
     """Ctrl-C and SIGTERM raise `Interrupted`; ray.init puts a SIGTERM handler of its own in place."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _interrupt)
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in NUMBERS:
+            # Under nohup a closed terminal is to be ignored, and stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:
+                signal.signal(number, _interrupt)
 
 
 @contextlib.contextmanager
@@ -29,7 +33,7 @@ def interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.getsignal(n) for n in NUMBERS}
     install_handlers()
     try:
         yield
@@ -48,7 +52,7 @@ def quiet_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in NUMBERS}
     try:
         yield
     finally:

@@ -74,6 +74,10 @@ def start(
         _same_vocabulary(record, data.vocabulary)
         for change in record.resume(config, launch_json):
             say(f"warning: {change}: the numbers may differ from an uninterrupted run's")
+        done = record.list_checkpoints()
+        if done and done[-1][0] + 1 >= config.run.num_rollout and record.unfinished(done[-1][0] + 1) is None:
+            summary |= {"status": "finished", "rollouts": done[-1][0] + 1}
+            return
     else:
         record.create(config, launch_json)
     from rllaunch.run.display import watching
