@@ -35,7 +35,8 @@ class RllaunchError(Exception):
     def __init__(self, what: str, where: str | Sequence[str] = (), fix: str = "") -> None:
         super().__init__(what, where, fix)
         self.what = what
-        self.where: tuple[str, ...] = (where,) if isinstance(where, str) else tuple(where)
+        lines = (where,) if isinstance(where, str) else where
+        self.where: tuple[str, ...] = tuple(line for line in lines if line)
         self.fix = fix
 
     def __str__(self) -> str:
