@@ -172,4 +172,6 @@ def main(words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # rllaunch alone: what a guest's module costs at import is the guest's.
+    os.environ.setdefault("RLLAUNCH_DISABLE_PLUGINS", "example")
     main(sys.argv[1:])

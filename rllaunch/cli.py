@@ -84,9 +84,14 @@ def _has_guests() -> bool:
 
     `importlib.metadata` knows, but its import alone would be a third of `--help`.
     """
+    disabled = {name.strip() for name in os.environ.get("RLLAUNCH_DISABLE_PLUGINS", "").split(",")}
     for directory in map(Path, dict.fromkeys(sys.path)):
         for file in directory.glob("*.dist-info/entry_points.txt"):
-            if file.parent.name.partition("-")[0] != "rllaunch" and "[rllaunch]" in file.read_text(encoding="utf-8"):
+            if file.parent.name.partition("-")[0] == "rllaunch":
+                continue
+            _, found, section = file.read_text(encoding="utf-8").partition("[rllaunch]")
+            names = {line.partition("=")[0].strip() for line in section.partition("[")[0].splitlines() if "=" in line}
+            if found and names - disabled:
                 return True
     return False
 

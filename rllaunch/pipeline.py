@@ -18,8 +18,6 @@ from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.resolve.secrets import FREE_SECTIONS, HIDDEN, is_secret
-from rllaunch.run.data import load_task
-from rllaunch.run.start import longest_prompt
 
 # What every process of a run gets unless the user's environment or the config says otherwise.
 PROCESS_ENV = {
@@ -63,6 +61,9 @@ class Launch:
         config = self.config
         if not (config.task.prompt_data and Path(config.task.prompt_data).exists() and ":" in config.task.reward):
             return []  # other rules speak of these
+        from rllaunch.run.data import load_task
+        from rllaunch.run.start import longest_prompt
+
         try:
             data = load_task(self.resolved)
             if data.vocabulary:

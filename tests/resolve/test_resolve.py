@@ -140,6 +140,15 @@ def test_the_explicit_command_resolves_to_the_same_config(rllaunch: Any):
         assert again["config"] == first["config"]
 
 
+def test_what_resolve_prints_is_toml_that_config_takes(rllaunch: Any, tmp_path: Path):
+    for launch in (DSV4, (*TINY, "--entropy-coef", "0.1")):
+        shown = rllaunch("resolve", *launch)
+        assert "  # " in shown.out
+        (tmp_path / "again.toml").write_text(shown.out)
+        again = rllaunch("resolve", "--config", "again.toml", "--json").json()
+        assert again["config"] == rllaunch("resolve", *launch, "--json").json()["config"]
+
+
 def test_the_documented_json_is_there(rllaunch: Any):
     answer = rllaunch("resolve", *DSV4, "--json").json()
     assert set(answer) == {"config", "origins", "command"}
