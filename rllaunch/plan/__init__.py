@@ -1,1 +1,1 @@
-"""Stage 2, `rllaunch plan`: the handoff schedule and the bytes of every step."""
+"""Stage 2: the handoff schedule as data, its checker, and the bytes of every step."""

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_told_with_everything_that_is_in_the_pool(tmp_path:
         "  capacity 10,000 bytes (pools.device_capacity_bytes), in use 7,000\n"
         "  in use: trainer-3 optimizer 5,000 bytes\n"
         "  in use: engine-3 weights 2,000 bytes\n"
-        "hint: `rllaunch plan` shows the peak of every schedule for this launch; choose one that fits, or raise the capacity"
+        "hint: hold less at once (--colocate-memory-peak-device, --engine-weights, --offload-train-buffers), or raise the capacity"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     pool.charge("trainer-3", "grads", 3_000)

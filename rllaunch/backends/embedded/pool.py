@@ -203,8 +203,8 @@ class Pool:
                 f"capacity {self.capacity_bytes:,} bytes{setting}, in use {used:,}",
                 *(f"in use: {holder} {held} {size:,} bytes" for (holder, held), size in largest_first),
             ],
-            "`rllaunch plan` shows the peak of every schedule for this launch; "
-            "choose one that fits, or raise the capacity",
+            "hold less at once (--colocate-memory-peak-device, --engine-weights, --offload-train-buffers), "
+            "or raise the capacity",
         )
 
     def _entries(self) -> dict[tuple[str, str], int]:
