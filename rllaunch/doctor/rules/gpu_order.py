@@ -68,4 +68,23 @@ LORA = Rule(
     reason="a LoRA trainer's gradients stay on the GPU beside the engine's weights (radixark/miles#3100)",
     check=_check_lora,
 )
-RULES = (OFFLOADS, CRITIC, LORA)
+
+
+def _check_auto(resolved: Resolved) -> Iterator[Finding]:
+    if resolved.config.handoff.colocate_memory_peak_device == "auto":
+        yield AUTO.finding(
+            "info",
+            resolved,
+            "auto takes cpu order: nothing yet forecasts the memory that would decide it",
+            ["handoff.colocate_memory_peak_device"],
+            "--colocate-memory-peak-device gpu where host RAM is the tight side",
+        )
+
+
+AUTO = Rule(
+    code="RL306",
+    name="auto order is decided by what is known",
+    reason="the fastest order that fits needs a forecast of host and GPU memory",
+    check=_check_auto,
+)
+RULES = (OFFLOADS, CRITIC, LORA, AUTO)
