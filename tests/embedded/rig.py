@@ -94,10 +94,11 @@ class Rig:
 
     context: LaunchContext
     directory: Path
+    device: str = "cpu"
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slot = Slot(0, 0, "cpu", str(self.directory / "ledgers"))
+        self.slot = Slot(0, 0, self.device, str(self.directory / "ledgers"))
         self.engine = EmbeddedEngine(self.context, self.slot)
         self.trainer = EmbeddedTrainer(self.context, self.slot)
         tokenizer = CharTokenizer(VOCABULARY)
@@ -141,7 +142,8 @@ class Rig:
                 self.trainer.save(str(target))
             case _, _, "eval":
                 self.manager.evaluate(version)
-        return self.engine.memory()
+        reading = self.engine.memory()
+        return replace(reading, moved_bytes=reading.moved_bytes + self.trainer.memory().moved_bytes)
 
     def shutdown(self) -> None:
         self.trainer.shutdown()

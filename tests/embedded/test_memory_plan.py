@@ -71,7 +71,9 @@ def test_every_step_holds_what_the_plan_says_and_the_result_is_that_of_all_other
     plan = Ledger(rig.schedule, rig.sizes)
     for phase, step, measured in rig.run(cycles=2):
         planned = plan.apply(phase, step)
-        expected = MemoryReading(planned.gpu_total, planned.host_total, planned.gpu_peak, planned.host_peak)
+        expected = MemoryReading(
+            planned.gpu_total, planned.host_total, planned.gpu_peak, planned.host_peak, planned.bytes_moved
+        )
         assert measured == expected, f"{phase}, after {step}"
     losses = tuple(m["loss"] for m in rig.metrics)
     outcomes[algorithm][name_of(options)] = Outcome(losses, rig.engine.weights_checksum())

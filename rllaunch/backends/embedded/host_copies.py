@@ -105,6 +105,9 @@ class _Marker:
     """Regions of the holder whose content is complete."""
 
 
+_MAPPED: dict[Path, SharedFile] = {}
+
+
 class Arena:
     """One host memory that a slot's trainer and engine use in turn; mapped whole at its first use and kept.
 
@@ -173,6 +176,7 @@ class Arena:
             return
         self._file.remove()
         self._file = None
+        _MAPPED.pop(self._path, None)
         if (self.name, "arena") in self._pool.entries():
             self._pool.release(self.name, "arena")
 
@@ -180,14 +184,22 @@ class Arena:
         if self._file is None:
             is_new = self._pool.charge_once(self.name, "arena", self.nbytes)
             try:
-                self._file = SharedFile(self._path, self._PAGE_BYTES + self.nbytes)
+                self._file = self._shared_mapping()
             except RunError:
                 if is_new:
                     self._pool.release(self.name, "arena")
                 raise
-            if self._is_pinned:
-                _pin(self._file.bytes)
         return self._file
+
+    def _shared_mapping(self) -> SharedFile:
+        """This process's one mapping of the file: the driver pins the same pages once a process, not twice."""
+        file = _MAPPED.get(self._path)
+        if file is None or not self._path.exists():
+            file = SharedFile(self._path, self._PAGE_BYTES + self.nbytes)
+            if self._is_pinned:
+                _pin(file.bytes)
+            _MAPPED[self._path] = file
+        return file
 
     @contextlib.contextmanager
     def _marker(self) -> Iterator[_Marker]:
@@ -266,4 +278,4 @@ def _pin(host_bytes: Tensor) -> None:
     """
     status = torch.cuda.cudart().cudaHostRegister(host_bytes.data_ptr(), host_bytes.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
-        raise RunError(f"cannot pin {host_bytes.numel():,} bytes of the shared arena: {status}")
+        raise RunError(f"cannot pin {host_bytes.numel():,} bytes of the shared arena: CUDA error {int(status)}")
