@@ -18,7 +18,7 @@ TRAINER_SIZES = {
 }
 ENGINE = "rollout.rollout_num_gpus_per_engine"
 CPU_OPTIMIZER = "trainer.optimizer_cpu_offload"
-DTYPE, ROLLOUT_DTYPE = "model.dtype", "rollout.dtype"
+ROLLOUT_DTYPE = "rollout.dtype"
 NODES, GPUS = "cluster.num_nodes", "cluster.num_gpus_per_node"
 
 # What only Megatron and SGLang read. Set for an embedded run, it would do nothing and say nothing.
@@ -42,9 +42,6 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
         unsupported |= {key: TRAINER_SIZES[key] for key, size in sizes.items() if size > 1}
         if config.trainer.optimizer_cpu_offload:
             unsupported[CPU_OPTIMIZER] = "--no-optimizer-cpu-offload"
-        if config.model.dtype == "bfloat16":
-            # Plain AdamW on bf16 weights rounds small steps away; there are no float32 masters here.
-            unsupported[DTYPE] = "--model-dtype float32"
     is_rollout = config.rollout.backend == "embedded"
     if is_rollout and config.rollout.dtype not in ("float32", "bfloat16"):
         unsupported[ROLLOUT_DTYPE] = "--rollout-dtype bfloat16"
