@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rllaunch.errors import UsageError, did_you_mean
-from rllaunch.resolve.resolve import Request, Setting, field_of, free_value, is_bool, is_list, known_keys
-from rllaunch.resolve.resolve import _typed as typed
+from rllaunch.resolve.resolve import Request, Setting, field_of, free_value, is_bool, is_list, known_keys, typed
 from rllaunch.resolve.schema import Flag, descriptions
 
 # Options of Megatron and SGLang that no key of ours names go to their section as they are.

@@ -137,10 +137,6 @@ def resolved_json(launch: Launch) -> dict[str, Any]:
         config[section] = {k: HIDDEN if is_secret(f"{section}.{k}", v) else v for k, v in config[section].items()}
     origins: dict[str, list[dict[str, Any]]] = {}
     for key, given in launch.resolved.origins.items():
-        origins[key] = [
-            {"value": HIDDEN, "layer": o.layer, "source": o.source.replace(str(o.value), HIDDEN)}
-            if is_secret(key, o.value)
-            else {"value": o.value, "layer": o.layer, "source": o.source}
-            for o in given
-        ]
+        shown = [o.shown(key) for o in given]
+        origins[key] = [{"value": o.value, "layer": o.layer, "source": o.source} for o in shown]
     return {"config": config, "origins": origins, "command": launch.command()}

@@ -14,7 +14,6 @@ from rllaunch.pipeline import launch
 from rllaunch.resolve.origins import Origin, show_value
 from rllaunch.resolve.resolve import find_key
 from rllaunch.resolve.schema import descriptions
-from rllaunch.resolve.secrets import HIDDEN, is_secret
 
 app = command_app()
 
@@ -33,10 +32,7 @@ def explain(
         if key.startswith(("megatron.", "sglang.", "env.", "model.architecture.")):
             raise UsageError(f"nobody sets {key}", "", "it passes through; set it with --set")
         origins = (Origin(resolved.value(key), "default", "schema default"),)
-    origins = tuple(
-        Origin(HIDDEN, o.layer, o.source.replace(str(o.value), HIDDEN)) if is_secret(key, o.value) else o
-        for o in origins
-    )
+    origins = tuple(o.shown(key) for o in origins)
     if json:
         rows = [{"value": o.value, "layer": o.layer, "source": o.source} for o in origins]
         console.data_json({"key": key, "value": origins[-1].value, "origins": rows})
@@ -50,9 +46,3 @@ def explain(
     if flag := next((f for f in launch_flags().values() if f.key == key), None):
         name = f"{flag.name}, --no-{flag.name[2:]}" if flag.is_bool else f"{flag.name} {flag.metavar}"
         console.data(f"  flag: {name}")
-
-
-def _shown(key: str, origin: Origin) -> Origin:
-    if not is_secret(key, origin.value):
-        return origin
-    return Origin(HIDDEN, origin.layer, origin.source.replace(str(origin.value), HIDDEN))

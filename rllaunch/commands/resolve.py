@@ -45,9 +45,8 @@ def as_toml(resolved: Resolved, *, all_keys: bool = False) -> str:
             continue
         table, _, name = key.rpartition(".")
         hidden = is_secret(key, origin.value)
-        source = origin.source.replace(str(origin.value), HIDDEN) if hidden else origin.source
         text = f"{name} = {HIDDEN if hidden else show_value(origin.value)}"
         unset = "# " if origin.value is None or hidden else ""
-        lines.setdefault(table, []).append(f"{unset}{text:<44}  # {origin.layer}: {source}")
+        lines.setdefault(table, []).append(f"{unset}{text:<44}  # {origin.layer}: {origin.shown(key).source}")
     ordered = sorted(lines, key=lambda table: list(LaunchConfig.model_fields).index(table.partition(".")[0]))
     return "\n\n".join("\n".join([f"[{table}]", *lines[table]]) for table in ordered)

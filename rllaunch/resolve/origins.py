@@ -28,6 +28,12 @@ class Origin:
     def __str__(self) -> str:
         return f"{show_value(self.value)}   {self.layer}: {self.source}"
 
+    def shown(self, key: str) -> Origin:
+        """This origin as it may be printed: of a secret neither the value nor the flag that repeats it."""
+        if not is_secret(key, self.value):
+            return self
+        return Origin(HIDDEN, self.layer, self.source.replace(str(self.value), HIDDEN))
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -58,7 +64,7 @@ class Resolved:
         """`key = value   layer: source`, with the choice it replaced when a lower layer made another."""
         origin = self.origin(key)
         if is_secret(key, origin.value):
-            return f"{key} = {HIDDEN}   {origin.layer}: {origin.source.replace(str(origin.value), HIDDEN)}"
+            return f"{key} = {HIDDEN}   {origin.layer}: {origin.shown(key).source}"
         text = f"{key} = {show_value(origin.value)}   " + (
             f"{origin.layer}: {origin.source}" if origin.layer != "default" else origin.source
         )

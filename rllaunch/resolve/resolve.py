@@ -128,7 +128,7 @@ def resolve(request: Request, plugins: Plugins) -> Resolved:
         *([request.base] if request.base else []),
         *(config_layer(path) for path in request.config_files),
         env_layer(request.environ),
-        Layer("flag", tuple(_typed(s) for s in request.flags)),
+        Layer("flag", tuple(typed(s) for s in request.flags)),
     ]
     profiles = _choose_profiles(user, plugins)
     layers = [*_profile_layers(profiles, plugins, user), *(_named(layer, profiles) for layer in user)]
@@ -207,7 +207,7 @@ def env_layer(environ: Mapping[str, str]) -> Layer:
         dotted = f"{section.lower()}.{key.lower().replace('__', '.')}"
         if section == "ENV":
             dotted = f"env.{key}"
-        settings.append(_typed(Setting(dotted, environ[name], f"{name} in the environment", text=True)))
+        settings.append(typed(Setting(dotted, environ[name], f"{name} in the environment", text=True)))
     return Layer("env", tuple(settings))
 
 
@@ -289,7 +289,7 @@ def is_bool(info: FieldInfo | None) -> bool:
     return info is not None and (info.annotation is bool or bool in get_args(info.annotation))
 
 
-def _typed(setting: Setting) -> Setting:
+def typed(setting: Setting) -> Setting:
     """Text as the key's type wants it: lists are split at commas, free keys read as TOML would."""
     if not setting.text or not isinstance(setting.value, str):
         return setting
