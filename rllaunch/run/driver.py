@@ -87,6 +87,8 @@ class RayWorkers:
         self.first_rollout = 0
         self.checkpoint: Path | None = None
         self._batch: Any = None
+        # Steps that were sent off before the loop asked for them, and their answers to come.
+        self._ahead: tuple[Sequence[str], Callable[[], Any]] | None = None
         if inputs.resume and (found := record.list_checkpoints()):
             rollout_id, self.checkpoint = found[-1]
             self.first_rollout = rollout_id + 1
@@ -96,43 +98,66 @@ class RayWorkers:
         return dict(engine) | dict(self.group.region_bytes())
 
     def call(
-        self, steps: Sequence[str], rollout_id: int | None, version: int, metrics: Mapping[str, Any]
+        self,
+        steps: Sequence[str],
+        rollout_id: int | None,
+        version: int,
+        metrics: Mapping[str, Any],
+        then: Sequence[str] = (),
     ) -> tuple[Sequence[StepResult], RllaunchError | None]:
         match steps[0]:
             case "trainer.init":
                 return [timed(lambda: (self.group.init(self.checkpoint), {}))], None
-            case "update_weights":
-                return [timed(lambda: self._update(version))], None
             case "save":
                 assert rollout_id is not None, "start-up saves nothing"
                 return [timed(lambda: (self._save(rollout_id, metrics), {}))], None
-            case "train":
-                return self._train(steps)
-        if steps[0].startswith("trainer."):
-            return self._train(steps)
+        ahead, self._ahead = self._ahead, None
+        assert ahead is None or list(ahead[0]) == list(steps), "what follows is what was announced"
+        answers = ahead[1] if ahead else self._send(steps, rollout_id, version)
+        if self._may_follow(steps, then):
+            self._ahead = then, self._send(then, rollout_id, version)
+        results, error = answers()
+        return results, error
+
+    @staticmethod
+    def _may_follow(steps: Sequence[str], then: Sequence[str]) -> bool:
+        """Whether the ranks can be told the next steps before these have ended.
+
+        Ray holds them back until the samples they wait for are there, and has each rank take its calls in
+        turn; a rank does nothing after an error.
+        """
+        if not then or "save" in then:
+            return False
+        if "generate" in steps:
+            return _is_trainers(then)
+        return _is_trainers(steps) and then[-1] == "update_weights"
+
+    def _send(self, steps: Sequence[str], rollout_id: int | None, version: int) -> Callable[[], Any]:
+        """Send the steps to the side they are for; what is returned waits for the results and the error."""
+        if steps[-1] == "update_weights":
+            answers = self.group.start_update(version, self.manager, steps[:-1])
+            return lambda: self.group.finish_update(answers)
+        if _is_trainers(steps):
+            # From `generate` to `train` each call takes the samples along, if only to wait for them.
+            answers = self.group.start(steps, self._batch)
+            if "train" in steps:
+                self._batch = None
+            return lambda: self.group.finish(answers)
         batch, answer = self.manager.run.options(num_returns=2).remote(list(steps), rollout_id, version)
         if "generate" in steps:
             # The samples stay in the object store: the ranks read them there, the driver never does.
             self._batch = batch
-        results, error = self._ray.get(answer)
-        return results, error
-
-    def _train(self, steps: Sequence[str]) -> tuple[Sequence[StepResult], RllaunchError | None]:
-        batch = self._batch if "train" in steps else None
-        results, error = self.group.run(steps, batch)
-        if batch is not None:
-            self._batch = None
-        return results, error
-
-    def _update(self, version: int) -> tuple[MemoryReading, Mapping[str, Any]]:
-        memory, sent = self.group.update_weights(version, self.manager)
-        return memory, {"update_bytes": sent}
+        return lambda: self._ray.get(answer)
 
     def _save(self, rollout_id: int, metrics: Mapping[str, Any]) -> MemoryReading:
         meta = {"vocabulary": self.inputs.vocabulary, "seed": self.inputs.config.run.seed, "metrics": dict(metrics)}
         with self.record.new_checkpoint(rollout_id, meta, self.inputs.config.run.save_total_limit) as directory:
             memory: MemoryReading = self.group.save(directory)
         return memory
+
+
+def _is_trainers(steps: Sequence[str]) -> bool:
+    return steps[0] == "train" or steps[0].startswith("trainer.")
 
 
 class ManagerActor:
@@ -172,11 +197,16 @@ class ManagerActor:
                 getattr(self.manager, step.removeprefix("engine."))()
             return self.manager.memory(), report
 
-        outcome = run_steps(steps, one)
-        return batch, outcome
+        results, error = run_steps(steps, one)
+        # No samples, no training: the ranks may have been told already what comes next.
+        return (batch if error is None else None), (results, error)
 
-    def begin_weight_update(self, version: int) -> None:
-        self.manager.begin_weight_update(version)
+    def begin_weight_update(self, version: int, before: Sequence[str]) -> tuple[list[StepResult], RllaunchError | None]:
+        """Open an update, after the `engine.…` steps that come right before it; theirs is the answer."""
+        _, (results, error) = self.run(before, None, version)
+        if error is None:
+            self.manager.begin_weight_update(version)
+        return results, error
 
     def load_bucket(self, bucket: Any) -> None:
         self.manager.load_bucket(bucket)

@@ -7,7 +7,7 @@ against the plan, and records both.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -26,12 +26,20 @@ class Workers(Protocol):
     """The rollout manager and the trainer, wherever they run."""
 
     def call(
-        self, steps: Sequence[str], rollout_id: int | None, version: int, metrics: Mapping[str, Any]
+        self,
+        steps: Sequence[str],
+        rollout_id: int | None,
+        version: int,
+        metrics: Mapping[str, Any],
+        then: Sequence[str] = (),
     ) -> tuple[Sequence[StepResult], RllaunchError | None]:
-        """Run steps of one side (`side_of`) one after the other: what each gave, and the error that ended them.
+        """Run the steps of one call (`calls_of`) one after the other: what each gave, and the error that ended them.
 
         Args:
+            rollout_id: of the rollout that is generated, trained, saved or evaluated in this call.
             metrics: of the rollout so far; a save keeps them.
+            then: the steps of the call that will follow if this one succeeds. Its workers may begin as soon
+                as these have ended, without waiting for the loop's word.
         """
         ...
 
@@ -43,17 +51,25 @@ class Workers(Protocol):
 def side_of(step: Step) -> str:
     """Who runs a step. Neighbours of one side go out as one call: a call costs more than a small move.
 
-    An update and a save involve both sides or the run directory, and stand alone.
+    An update and a save involve both sides or the run directory.
     """
     if step.name in (UPDATE, SAVE, "trainer.init"):
         return step.name
     return "trainer" if step.name == TRAIN or step.name.startswith("trainer.") else "engine"
 
 
-def calls_of(steps: Iterable[Step]) -> Iterator[list[Step]]:
-    """The steps as calls: runs of neighbours of one side."""
-    for _, run in groupby(steps, key=side_of):
-        yield list(run)
+def calls_of(steps: Iterable[Step]) -> list[list[Step]]:
+    """The steps as calls: runs of neighbours of one side, and an update with the handoff steps right before it.
+
+    Those (the return of the engines' weights) reach the engines with the update's own first word.
+    """
+    calls: list[list[Step]] = []
+    for side, run in groupby(steps, key=side_of):
+        if side == UPDATE and calls and all(step.name.startswith("engine.") for step in calls[-1]):
+            calls[-1] += run
+        else:
+            calls.append(list(run))
+    return calls
 
 
 class Watcher(Protocol):
@@ -100,6 +116,8 @@ class Loop:
         self.plan = Ledger(schedule, workers.region_bytes())
         self._seconds: dict[str, float] = {}
         self._update_bytes = 0
+        # The end of a cycle that waits to travel with the next cycle's first call, and its rollout.
+        self._held: tuple[Sequence[Step], int] = ((), -1)
 
     def start_up(self, first_rollout: int) -> None:
         """Bring the trainer up and the first weights to the engines."""
@@ -134,18 +152,29 @@ class Loop:
         return self.progress
 
     def cycle(self, rollout_id: int) -> None:
-        """Generate, hand over, train, hand back, update."""
+        """Generate, hand over, train, hand back, update.
+
+        What the engines do after the last update or evaluation (the return of the KV cache) goes out with the
+        next rollout's first call, and its seconds count there; its events keep this rollout's number.
+        """
         save, evaluate = self._due(rollout_id, self.config.run.save_interval), self._evaluates(rollout_id)
         metrics: dict[str, Any] = {"rollout_id": rollout_id}
         self._seconds = {}
         started = time.perf_counter()
-        for steps in calls_of(self.schedule.steps(save=save, evaluate=evaluate)):
+        calls = calls_of(self.schedule.steps(save=save, evaluate=evaluate))
+        is_last = rollout_id + 1 == self.config.run.num_rollout
+        if not is_last and all(step.name.startswith("engine.") for step in calls[-1]):
+            held = calls.pop()
+        else:
+            held = []
+        for steps, following in zip(calls, [*calls[1:], []], strict=True):
             # Training makes the next version; what comes after it sends and uses that one.
             version = rollout_id if steps[0].name == GENERATE else rollout_id + 1
             # A checkpoint carries its rollout's metrics, so that a stop right after it loses no row.
             self.progress.metrics = metrics
-            for step, result in zip(steps, self._call("cycle", steps, rollout_id, version), strict=True):
+            for step, result in zip(steps, self._call("cycle", steps, rollout_id, version, following), strict=True):
                 metrics.update(_eval_report(result.report) if step.name == EVAL else result.report)
+        self._held = held, rollout_id
         metrics["seconds"] = self._phases(time.perf_counter() - started)
         self._end_rollout(metrics)
 
@@ -170,17 +199,23 @@ class Loop:
         own = whole - sum(self._seconds.values())
         return {k: round(v, 6) for k, v in {**known, "handoff": handoff, "own": own, "step": whole}.items()}
 
-    def _call(self, phase: str, steps: Sequence[Step], rollout_id: int | None, version: int) -> Sequence[StepResult]:
-        names = [step.name for step in steps]
+    def _call(
+        self, phase: str, steps: Sequence[Step], rollout_id: int | None, version: int, following: Sequence[Step] = ()
+    ) -> Sequence[StepResult]:
+        (held, held_id), self._held = self._held, ((), -1)
+        names = [step.name for step in (*held, *steps)]
         self.watcher.step(next((n for n in names if "." not in n), names[0]), rollout_id, None)
-        results, error = self.workers.call(names, rollout_id, version, self.progress.metrics)
-        for step, result in zip(steps, results, strict=False):
+        results, error = self.workers.call(
+            names, rollout_id, version, self.progress.metrics, [step.name for step in following]
+        )
+        owners = [held_id] * len(held) + [rollout_id] * len(steps)
+        for step, owner, result in zip((*held, *steps), owners, results, strict=False):
             self._seconds[step.name] = self._seconds.get(step.name, 0.0) + result.seconds
-            self.watcher.step(step.name, rollout_id, result.memory)
-            self.record.event(self._event(step, rollout_id, result, self.plan.apply(phase, step)))
+            self.watcher.step(step.name, owner, result.memory)
+            self.record.event(self._event(step, owner, result, self.plan.apply(phase, step)))
         if error is not None:
             raise error
-        return results
+        return results[len(held) :]
 
     def _event(self, step: Step, rollout_id: int | None, result: StepResult, planned: StepBytes) -> dict[str, Any]:
         memory = result.memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,21 @@ class ManagerSink:
 
     An engine that refuses is an error here: a launcher that goes on after a refused update trains
     against stale weights.
+
+    Args:
+        before: steps of the engines that come right before the update; they go with its first word.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, before: Sequence[str]) -> None:
         self._manager = manager
+        self._before = before
+        self.results: list[StepResult] = []
+        """What the steps before the update gave."""
 
     def begin_weight_update(self, version: int) -> None:
-        ray.get(self._manager.begin_weight_update.remote(version))
+        self.results, error = ray.get(self._manager.begin_weight_update.remote(version, self._before))
+        if error is not None:
+            raise error
 
     def load_bucket(self, bucket: Bucket) -> None:
         ray.get(self._manager.load_bucket.remote(bucket))
@@ -50,6 +59,7 @@ class TrainerRank:
     """One rank, in its own process. Built in `build`, whose errors reach the driver in their own words."""
 
     backend: TrainerBackend
+    _is_well = True
 
     def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
@@ -74,8 +84,17 @@ class TrainerRank:
             self.backend.load(checkpoint)
         return self.backend.memory()
 
-    def run(self, steps: Sequence[str], batch: TrainBatch | None) -> tuple[list[StepResult], RllaunchError | None]:
-        """`train` and `trainer.…` steps in order."""
+    def run(
+        self, steps: Sequence[str], batch: TrainBatch | None, is_after_rollout: bool
+    ) -> tuple[list[StepResult], RllaunchError | None]:
+        """`train` and `trainer.…` steps in order; none of them if the rollout before them gave no samples.
+
+        What is called after an error does nothing: the driver sends steps ahead, before it knows of it.
+        """
+        if not self._is_well or (is_after_rollout and batch is None):
+            self._is_well = False
+            return [], None
+        self._is_well = False
 
         def one(step: str) -> tuple[MemoryReading, Mapping[str, Any]]:
             report: Mapping[str, Any] = {}
@@ -86,11 +105,29 @@ class TrainerRank:
                 getattr(self.backend, step.removeprefix("trainer."))()
             return self.backend.memory(), report
 
-        return run_steps(steps, one)
+        results, error = run_steps(steps, one)
+        self._is_well = error is None
+        return results, error
 
-    def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
-        sent = self.backend.update_weights(version, ManagerSink(manager))
-        return self.backend.memory(), sent
+    def update_weights(
+        self, version: int, manager: Any, before: Sequence[str]
+    ) -> tuple[list[StepResult], RllaunchError | None]:
+        """The engines' steps `before`, told by rank 0 alone, and the update; nothing after an error."""
+        if not self._is_well:
+            return [], None
+        sink = ManagerSink(manager, before)
+        started = time.perf_counter()
+        try:
+            sent = self.backend.update_weights(version, sink)
+        except RllaunchError as err:
+            # Ray raises a class made of ours and its own, which does not travel once more.
+            return sink.results, cause if isinstance(cause := getattr(err, "cause", None), RllaunchError) else err
+        if not sent:
+            # A rank that sends nothing is done while rank 0 and the engines are at it: what it would read
+            # of the memory is some moment between.
+            return [], None
+        seconds = time.perf_counter() - started - sum(r.seconds for r in sink.results)
+        return [*sink.results, StepResult(self.backend.memory(), seconds, {"update_bytes": sent})], None
 
     def save(self, directory: str) -> MemoryReading:
         self.backend.save(directory)
@@ -116,13 +153,17 @@ class TrainGroup:
         path = str(checkpoint) if checkpoint else None
         return _worst(ray.get([a.init.remote(i, path) for a, i in zip(self.ranks, infos, strict=True)]))
 
-    def run(self, steps: Sequence[str], batch: Any) -> tuple[list[StepResult], RllaunchError | None]:
-        """The steps on every rank, each as the slowest and fullest rank had it.
+    def start(self, steps: Sequence[str], batch: Any) -> list[Any]:
+        """Send the steps to every rank; `finish` has the answers.
 
         Args:
-            batch: a rollout in the object store; the ranks read it there.
+            batch: a rollout in the object store, or None; the ranks read it there, and begin when it is there.
         """
-        answers = self._gather([actor.run.remote(list(steps), batch) for actor in self.ranks])
+        return [actor.run.remote(list(steps), batch, batch is not None) for actor in self.ranks]
+
+    def finish(self, references: Sequence[Any]) -> tuple[list[StepResult], RllaunchError | None]:
+        """What steps that were started gave, each as the slowest and fullest rank had it."""
+        answers = self._gather(list(references))
         if failed := [a for a in answers if a is not None and a[1] is not None]:
             return failed[0]
         merged = [
@@ -133,6 +174,8 @@ class TrainGroup:
 
     def _gather(self, references: list[Any]) -> list[tuple[list[StepResult], RllaunchError | None] | None]:
         """The ranks' answers; as soon as one has failed, without the others, which wait for it in vain."""
+        if len(references) == 1:
+            return [ray.get(references[0])]
         answers: dict[Any, tuple[list[StepResult], RllaunchError | None]] = {}
         waiting = list(references)
         while waiting and not any(error for _, error in answers.values()):
@@ -140,13 +183,21 @@ class TrainGroup:
             answers |= {reference: ray.get(reference) for reference in ready}
         return [answers.get(reference) for reference in references]
 
-    def update_weights(self, version: int, manager: Any) -> tuple[MemoryReading, int]:
-        answers = ray.get([actor.update_weights.remote(version, manager) for actor in self.ranks])
-        if not answers[0][1]:
+    def start_update(self, version: int, manager: Any, before: Sequence[str]) -> list[Any]:
+        """Send the engines' steps `before` and the update to every rank; `finish_update` has the answers."""
+        return [actor.update_weights.remote(version, manager, before) for actor in self.ranks]
+
+    def finish_update(self, references: Sequence[Any]) -> tuple[list[StepResult], RllaunchError | None]:
+        """What an update that was started gave, as rank 0 had it."""
+        answers = self._gather(list(references))
+        if failed := [a for a in answers if a is not None and a[1] is not None]:
+            return failed[0]
+        results = answers[0][0] if answers[0] is not None else []
+        if not results:
             raise RunError(
-                f"the update to version {version} sent nothing", "", "report this: rank 0 must send the weights"
+                "an update of the engines' weights sent nothing", "", "report this: rank 0 must send the weights"
             )
-        return _worst([memory for memory, _ in answers]), answers[0][1]
+        return results, None
 
     def save(self, directory: Path) -> MemoryReading:
         return _worst(ray.get([actor.save.remote(str(directory)) for actor in self.ranks]))

@@ -34,7 +34,12 @@ class Workers:
         return {}
 
     def call(
-        self, steps: Sequence[str], rollout_id: int | None, version: int, metrics: Mapping[str, Any]
+        self,
+        steps: Sequence[str],
+        rollout_id: int | None,
+        version: int,
+        metrics: Mapping[str, Any],
+        then: Sequence[str] = (),
     ) -> tuple[Sequence[StepResult], RllaunchError | None]:
         if len(self.calls) == self.stop_at:
             raise KeyboardInterrupt
@@ -102,7 +107,7 @@ def test_a_stop_at_any_call_loses_no_row_of_metrics(tmp_path: Path):
     expected = rows(tmp_path / "whole")
     assert [row["rollout_id"] for row in expected] == list(range(6))
     assert ["eval_exact_match" in row for row in expected] == [False, False, True, False, False, True]
-    assert len(workers.calls) > 30
+    assert len(workers.calls) > 20
     for stop_at in range(len(workers.calls)):
         path = tmp_path / f"stopped-{stop_at}"
         loop, _ = started(path, stop_at)
@@ -135,8 +140,7 @@ def test_versions_are_the_number_of_updates_and_neighbours_go_out_as_one_call(tm
         (("engine.onload_weights",), 0, 1),
         (("trainer.offload",), 0, 1),
         (("update_weights",), 0, 1),
-        (("engine.onload_kv",), 0, 1),
-        (("generate", "engine.offload_kv"), 1, 1),
+        (("engine.onload_kv", "generate", "engine.offload_kv"), 1, 1),
         (("trainer.onload",), 1, 2),
         (("engine.offload_weights",), 1, 2),
         (("train",), 1, 2),
@@ -145,8 +149,32 @@ def test_versions_are_the_number_of_updates_and_neighbours_go_out_as_one_call(tm
         (("engine.onload_weights",), 1, 2),
         (("trainer.offload",), 1, 2),
         (("update_weights",), 1, 2),
-        (("engine.onload_kv",), 1, 2),
     ]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    returns = [event["rollout_id"] for event in events if event["step"] == "engine.onload_kv"]
+    assert returns == [None, 0], "the return of the KV cache counts for the rollout it ends"
+
+
+def test_a_cycle_in_cpu_order_is_three_calls(tmp_path: Path):
+    """The return of the weights goes with the update, that of the KV cache with the next rollout; the last waits."""
+    loop, workers = started(tmp_path / "run")
+    loop.start_up(0)
+    del workers.calls[:]
+    for rollout_id in range(6):
+        loop.cycle(rollout_id)
+    assert [steps for steps, rollout_id, _ in workers.calls if rollout_id == 1] == [
+        ("engine.onload_kv", "generate", "engine.offload_kv", "engine.offload_weights"),
+        ("trainer.onload", "train"),
+        ("save",),
+        ("trainer.offload",),
+        ("engine.onload_weights", "update_weights"),
+    ]
+    assert [steps for steps, rollout_id, _ in workers.calls if rollout_id == 4] == [
+        ("engine.onload_kv", "generate", "engine.offload_kv", "engine.offload_weights"),
+        ("trainer.onload", "train", "trainer.offload"),
+        ("engine.onload_weights", "update_weights"),
+    ]
+    assert workers.calls[-1] == (("engine.onload_kv", "eval"), 5, 6)
 
 
 def test_what_was_done_before_an_error_is_recorded(tmp_path: Path):

@@ -23,11 +23,13 @@ from rllaunch.backends.base import LaunchContext, Slot
 from rllaunch.errors import FitError, RunError
 
 _MAGIC = b"RLLPOOL1"
-_HEADER = struct.Struct("<8s64sqq")  # magic, name, capacity (-1: no limit), peak
+_HEADER = struct.Struct("<8s64sq")  # magic, name, capacity (-1: no limit)
+_STATE = struct.Struct("<qq")  # peak, rows ever used (those after them are free)
 _ENTRY = struct.Struct("<48s24sq")  # owner (empty: the row is free), region, bytes
 # A device pool has at most eleven rows and a host pool four per slot of the node, so this serves 64 slots.
 _NUM_ENTRIES = 256
-_FILE_BYTES = _HEADER.size + _NUM_ENTRIES * _ENTRY.size
+_FIRST_ROW = _HEADER.size + _STATE.size
+_FILE_BYTES = _FIRST_ROW + _NUM_ENTRIES * _ENTRY.size
 
 
 class Pool:
@@ -43,7 +45,7 @@ class Pool:
         with open(self.path, "r+b") as file:
             self._fd = os.dup(file.fileno())
             self._map = mmap.mmap(self._fd, _FILE_BYTES)
-        magic, name, capacity, _ = _HEADER.unpack_from(self._map, 0)
+        magic, name, capacity = _HEADER.unpack_from(self._map, 0)
         if magic != _MAGIC:
             raise RunError(f"{self.path} is no pool ledger")
         self.name = name.rstrip(b"\0").decode()
@@ -93,7 +95,7 @@ class Pool:
     def _write_new(path: Path, name: str, capacity_bytes: int | None) -> bool:
         # Written beside and linked into place, so that nobody maps a half-written file and only one creator wins.
         draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        header = _HEADER.pack(_MAGIC, name.encode(), -1 if capacity_bytes is None else capacity_bytes, 0)
+        header = _HEADER.pack(_MAGIC, name.encode(), -1 if capacity_bytes is None else capacity_bytes)
         draft.write_bytes(header.ljust(_FILE_BYTES, b"\0"))
         try:
             os.link(draft, path)
@@ -156,13 +158,13 @@ class Pool:
     def peak(self) -> int:
         """Most bytes in use at any moment since the last reset."""
         with self._locked():
-            return self._peak()
+            return self._state()[0]
 
     def reading(self) -> tuple[int, int]:
         """Bytes in use and the peak, and a new peak begins: what a step's record needs, under one lock."""
         with self._locked():
             used = sum(nbytes for _, (_, _, nbytes) in self._rows())
-            peak = self._peak()
+            peak = self._state()[0]
             self._write_peak(used)
             return used, peak
 
@@ -188,7 +190,8 @@ class Pool:
         if index is None:
             raise RunError(f"pool {self.name}: all {_NUM_ENTRIES} rows of its ledger are taken")
         _ENTRY.pack_into(self._map, self._offset(index), _field(owner, 48), _field(region, 24), nbytes)
-        self._write_peak(max(used + nbytes, self._peak()))
+        peak, rows = self._state()
+        _STATE.pack_into(self._map, _HEADER.size, max(used + nbytes, peak), max(rows, index + 1))
 
     def _does_not_fit(self, owner: str, region: str, nbytes: int, entries: dict[tuple[str, str], int]) -> FitError:
         used = sum(entries.values())
@@ -212,23 +215,23 @@ class Pool:
 
     def _rows(self) -> Iterator[tuple[int, tuple[str, str, int]]]:
         """Index and content of the rows that are taken."""
-        rows = self._map[_HEADER.size : _FILE_BYTES]
+        # Free rows are taken from the front, so a few rows of the whole table are ever used.
+        rows = self._map[_FIRST_ROW : self._offset(self._state()[1])]
         for index, (owner, region, nbytes) in enumerate(_ENTRY.iter_unpack(rows)):
             if owner[0]:
                 yield index, (owner.rstrip(b"\0").decode(), region.rstrip(b"\0").decode(), nbytes)
 
-    def _peak(self) -> int:
+    def _state(self) -> tuple[int, int]:
         # For callers that hold the lock: taking it again here would let it go at the inner end.
-        peak: int = _HEADER.unpack_from(self._map, 0)[3]
-        return peak
+        peak, rows = _STATE.unpack_from(self._map, _HEADER.size)
+        return peak, rows
 
     def _write_peak(self, peak: int) -> None:
-        magic, name, capacity, _ = _HEADER.unpack_from(self._map, 0)
-        _HEADER.pack_into(self._map, 0, magic, name, capacity, peak)
+        _STATE.pack_into(self._map, _HEADER.size, peak, self._state()[1])
 
     @staticmethod
     def _offset(index: int) -> int:
-        return _HEADER.size + index * _ENTRY.size
+        return _FIRST_ROW + index * _ENTRY.size
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -476,11 +476,11 @@ class EmbeddedTrainer:
             assert self._copies is not None, "offloaded parameters have a host copy"
             params = self._copies.read("params")
         nbytes = self.region_bytes()["update_bucket"]
+        sink.begin_weight_update(version)
         self._device_pool.charge(self._owner, "update_bucket", nbytes)
         try:
             if self._bucket_file is None:
                 self._bucket_file = SharedFile(Path(self.slot.ledger_dir) / f"update-{self.slot.index}.bin", nbytes)
-            sink.begin_weight_update(version)
             for bucket in self._buckets:
                 self._fill(bucket, params)
                 sink.load_bucket(Bucket(str(self._bucket_file.path), bucket.nbytes, bucket.tensors))
