@@ -11,8 +11,9 @@ No code and no conditionals: a second case is a second profile that `extends` th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,25 @@ class Profile:
         return f"{self.name} ({self.plugin}) {self.place}"
 
 
+class _Parsed(Mapping[str, Value]):
+    """Values of a parsed profile; the lines they stand on are found when one is asked for.
+
+    A launch reads a few of all the profiles there are.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Value]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, key: str) -> Value:
+        return self._makers[key]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
 def parse_profile(text: str, place: str, plugin: str, directory: Path | None = None) -> Profile:
     """A profile from the text of its file.
 
@@ -79,10 +99,10 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
         data = parse_toml(text, place)
     except ConfigError as err:
         raise ConfigError(err.what, [f"{line} ({plugin})" for line in err.where], err.fix) from err
-    lines = key_lines(text)
+    lines = cache(lambda: key_lines(text))
 
     def fail(key: str, what: str, fix: str) -> ConfigError:
-        return ConfigError(what, f"{place}:{line_of(lines, key)} ({plugin})", fix)
+        return ConfigError(what, f"{place}:{line_of(lines(), key)} ({plugin})", fix)
 
     def table(name: str) -> Mapping[str, Any]:
         found = data.get(name, {})
@@ -130,7 +150,11 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
     verified = data.get("verified", [])
     if not isinstance(verified, list) or not all(isinstance(row, Mapping) for row in verified):
         raise fail("verified", "what was verified is a list of tables", "write [[verified]] above each")
-    values: dict[str, Value] = {}
+    values: dict[str, Callable[[], Value]] = {}
+
+    def note(key: str, written: str, value: Any, source: str = "") -> None:
+        values[key] = lambda: Value(value, f"{place}:{line_of(lines(), written)}", source)
+
     if facts := table("facts"):
         if kind not in ("hardware", "model"):
             raise fail("facts", f"a {kind} profile has no facts", "move the values to [choices.SECTION]")
@@ -138,17 +162,17 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
             if not isinstance(source, str) or not source:
                 how = 'write { value = …, source = "…" } or [profile] source'
                 raise fail(f"facts.{key}", f"fact {key!r} has no source", how)
-            values[f"{kind}.{key}"] = Value(value, f"{place}:{line_of(lines, f'facts.{key}')}", source)
+            note(f"{kind}.{key}", f"facts.{key}", value, source)
     for key, value in flatten(table("choices")):
         if "." not in key:
             raise fail(f"choices.{key}", f"choice {key!r} stands outside a section", "write it under [choices.SECTION]")
-        values[key] = Value(value, f"{place}:{line_of(lines, f'choices.{key}')}")
+        note(key, f"choices.{key}", value)
     return Profile(
         kind=kind,
         name=text_of("name"),
         plugin=plugin,
         place=place,
-        values=values,
+        values=_Parsed(values),
         aliases=texts_of("profile", "aliases"),
         description=text_of("description"),
         source=text_of("source"),
@@ -316,6 +340,8 @@ def _toml_files(directory: Path | Traversable, prefix: str = "") -> Iterator[tup
 
 def _mistake(profile: Profile) -> str:
     """What is wrong with a profile that was built in Python; a parsed one has been looked at before."""
+    if isinstance(profile.values, _Parsed):
+        return ""
     if profile.kind not in KINDS:
         return f"kind {profile.kind!r} is none of {', '.join(KINDS)}"
     if not isinstance(profile.name, str) or not profile.name:

@@ -448,8 +448,8 @@ def _collect(config: LaunchConfig, layers: Sequence[Layer]) -> dict[str, tuple[O
         for setting in layer.settings:
             given = origins.setdefault(setting.key, [])
             given.append(Origin(_as_typed(setting), layer.name, setting.source))
-    for key in [k for k in origins if any(other.startswith(f"{k}.") for other in origins)]:
-        del origins[key]  # a table's origins are those of its members
+    for table in {key.rpartition(".")[0] for key in origins} & set(origins):
+        del origins[table]  # a table's origins are those of its members
     for key, given in origins.items():
         winner = given[-1]
         given[-1] = Origin(_pick(dumped, key, winner.value), winner.layer, winner.source)

@@ -146,6 +146,8 @@ class _Scanner:
 
 def _parts(written: str) -> list[str]:
     """The names in a dotted key, unquoted and with their escapes read."""
+    if '"' not in written and "'" not in written:
+        return [part.strip() for part in written.split(".")]
     parts, node = [], tomllib.loads(f"{written} = 0")
     while isinstance(node, dict):
         (name,) = node
