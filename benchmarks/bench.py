@@ -31,9 +31,13 @@ app()
 COMMANDS = "\n".join(f"@app.command()\ndef c{i}(x: int = 1): 'One line of help.'" for i in range(6))
 
 
-def seconds(command: Sequence[str], env: dict[str, str] | None = None) -> float:
+# A user's second start finds compiled modules; a machine that forbids writing them would time the compiler.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def seconds(command: Sequence[str]) -> float:
     started = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT, check=False)
     elapsed = time.perf_counter() - started
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout.decode()}"
     return elapsed
