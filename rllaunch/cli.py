@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # name → one line for the list; the module is rllaunch.commands.NAME, its Typer app is `app`.
 COMMANDS = {
     "train": "Resolve, check, then run the training loop under Ray.",
+    "plan": "Will it fit? GPU and host memory of every step.",
     "doctor": "Would it run? Every finding at once.",
     "resolve": "Show the launch: every value and the layer that decided it.",
     "explain": "Who set a key, layer by layer, and what it means.",

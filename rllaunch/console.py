@@ -72,11 +72,3 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     stdout_console().print(table(columns, rows, title))
-
-
-def gib(nbytes: float) -> str:
-    """Bytes as a person reads them."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"

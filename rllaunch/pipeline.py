@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rllaunch.doctor.engine import RANK, diagnose
 from rllaunch.doctor.finding import Finding
 from rllaunch.errors import RllaunchError, ScheduleError, did_you_mean
 from rllaunch.flags import command_of
+from rllaunch.plan.choose import decided
 from rllaunch.plan.handoff import Schedule, build_schedule, check, options_of
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import Resolved
@@ -37,6 +38,10 @@ class Launch:
     @property
     def config(self) -> LaunchConfig:
         return self.resolved.config
+
+    def decided(self) -> Launch:
+        """The launch one stage further: what it leaves to `auto`, taken by the memory plan and kept in its config."""
+        return replace(self, resolved=decided(self.resolved))
 
     def schedule(self) -> Schedule:
         """The launch's schedule, held against the invariants once more: what runs is what was proved.
@@ -81,7 +86,7 @@ class Launch:
             return [Finding("RL337", "error", text, where, did_you_mean(name, known))]
         if not known[name].target:
             text = f"this version of rllaunch resolves, checks and dry-runs {name} launches; it cannot start them yet"
-            fix = "--dry-run shows what it would start; whether it fits in memory is not forecast yet either"
+            fix = "--dry-run shows what it would start, `rllaunch plan` whether it would fit"
             return [Finding("RL508", "error" if probe else "warning", text, where, fix)]
         return []
 

@@ -25,7 +25,7 @@ def doctor(
     Exit code: 0 it would; 3 the configuration is invalid; 4 it does not fit; 5 the machine or the
     cluster lacks something.
     """
-    made = launch(request_of(ctx))
+    made = launch(request_of(ctx)).decided()
     findings = made.findings(probe=probe) + (made.task_findings() if probe else [])
     errors = [f for f in findings if f.level == "error"]
     if json:

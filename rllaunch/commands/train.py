@@ -44,7 +44,7 @@ def train(
     request = request_of(ctx)
     if resume:
         request = _resumed(request)
-    made = launch(request)
+    made = launch(request).decided()
     config = made.config
     if resume:
         from rllaunch.run.record import refuse_changes

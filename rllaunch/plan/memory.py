@@ -20,6 +20,7 @@ class StepBytes:
         gpu: region → bytes on the device at the end of the step.
         host: region → bytes on the host at the end of the step; a shared arena is `arena`.
         bytes_moved: copied between GPU and host; what an update sends is not in it.
+        gpu_fullest, host_fullest: the regions at the fullest moment within the step.
     """
 
     phase: str
@@ -29,6 +30,8 @@ class StepBytes:
     gpu_peak: int
     host_peak: int
     bytes_moved: int
+    gpu_fullest: Mapping[str, int]
+    host_fullest: Mapping[str, int]
 
     @property
     def gpu_total(self) -> int:
@@ -54,7 +57,8 @@ class Ledger:
             self.arena_bytes = max(backup, mirror)
 
     def apply(self, phase: str, step: Step) -> StepBytes:
-        gpu_peak, host_peak, moved = sum(self.gpu.values()), sum(self.host.values()), 0
+        gpu_fullest, host_fullest, moved = dict(self.gpu), dict(self.host), 0
+        gpu_peak, host_peak = _total(gpu_fullest), _total(host_fullest)
         for op in step.ops:
             region = op.region
             if region is None:
@@ -72,9 +76,27 @@ class Ledger:
                 self.host.update({"arena": self.arena_bytes} if self.arena_bytes else {region: size})
             elif op.action == "free" and not self.arena_bytes:
                 self.host.pop(region, None)
-            gpu_peak = max(gpu_peak, sum(self.gpu.values()))
-            host_peak = max(host_peak, sum(self.host.values()))
-        return StepBytes(phase, step.name, dict(self.gpu), dict(self.host), gpu_peak, host_peak, moved)
+            if op.action != "alloc":
+                continue
+            if op.tier == "gpu" and (total := _total(self.gpu)) > gpu_peak:
+                gpu_fullest, gpu_peak = dict(self.gpu), total
+            elif op.tier == "host" and (total := _total(self.host)) > host_peak:
+                host_fullest, host_peak = dict(self.host), total
+        return StepBytes(
+            phase,
+            step.name,
+            dict(self.gpu),
+            dict(self.host),
+            gpu_peak,
+            host_peak,
+            moved,
+            gpu_fullest,
+            host_fullest,
+        )
+
+
+def _total(regions: Mapping[str, int]) -> int:
+    return sum(regions.values())
 
 
 def price(

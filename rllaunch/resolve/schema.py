@@ -108,6 +108,8 @@ class Handoff(Section):
     """Largest bucket of a weight update, in bytes."""
     train_memory_margin_bytes: Annotated[int, Flag("--train-memory-margin-bytes")] = Field(default=1 * 2**30, ge=0)
     """GPU memory the trainer leaves free, in bytes."""
+    memory_headroom: Annotated[float, Flag("--memory-headroom")] = Field(default=0.05, ge=0, lt=1)
+    """Share of each memory limit that a choice of `auto` keeps free, where it can."""
 
 
 class Trainer(Section):

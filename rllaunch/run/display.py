@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rllaunch.backends.base import MemoryReading
-from rllaunch.console import gib, say, wants_colour
+from rllaunch.console import say, wants_colour
 from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.units import gib
 
 LINE_EVERY_SECONDS = 2.0
 

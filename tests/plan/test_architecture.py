@@ -253,7 +253,11 @@ def test_layers_of_a_kind_are_one_object():
 
 def test_a_wrapped_language_model_is_the_language_model():
     text = SMALL["qwen3_5_text"]
-    outer = {"model_type": "qwen3_5", "text_config": {**text, "tie_word_embeddings": None}, "vision_config": {"depth": 3}}
+    outer = {
+        "model_type": "qwen3_5",
+        "text_config": {**text, "tie_word_embeddings": None},
+        "vision_config": {"depth": 3},
+    }
     assert read_architecture({**outer, "tie_word_embeddings": False}).tied is False
     assert read_architecture({**outer, "text_config": text}) == read_small("qwen3_5_text")
     kimi = {"model_type": "kimi_k25", "text_config": {**SMALL["deepseek_v3"], "model_type": "kimi_k2"}}
@@ -329,7 +333,11 @@ def test_a_linear_layer_keeps_the_state_transformers_keeps(name: str):
 
 
 def state_of(states: Any) -> torch.Tensor:
-    return states if isinstance(states, torch.Tensor) else next(iter(states.values() if isinstance(states, dict) else states))
+    return (
+        states
+        if isinstance(states, torch.Tensor)
+        else next(iter(states.values() if isinstance(states, dict) else states))
+    )
 
 
 def test_an_mtp_layer_is_a_decoder_layer_behind_a_projection_of_two_hidden_states():

@@ -1,0 +1,219 @@
+"""`rllaunch plan`: will it fit? Bytes of every step, both orders, and what else there is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rllaunch import console
+from rllaunch.commands import LaunchCommand, command_app, request_of
+from rllaunch.errors import EXIT_DOES_NOT_FIT, ConfigError
+from rllaunch.pipeline import launch
+from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
+from rllaunch.plan.fit import FitAnswer
+from rllaunch.plan.fit import fit as search
+from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier, name_of
+from rllaunch.resolve.origins import Resolved
+from rllaunch.units import gib
+
+app = command_app()
+# Of what else there is; the rest is in --json.
+MOST_ROWS = 12
+TIERS: tuple[Tier, ...] = ("gpu", "host")
+_TIER_NAMES = {"gpu": "a GPU", "host": "a node's host"}
+
+
+@app.command(cls=LaunchCommand)
+def plan(
+    ctx: typer.Context,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .svg or .png.")] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="How few nodes, and which layout? Plans every legal one.")] = False,
+    max_nodes: Annotated[int, typer.Option("--max-nodes", min=1, help="With --fit: how far to look.")] = 64,
+    json: Annotated[bool, typer.Option("--json", help="The plan as data.")] = False,
+) -> None:
+    """Will it fit? GPU and host memory of every step, before anything is booked.
+
+    Start-up and one cycle in the order that is taken and in the other, each with its peaks, limits and
+    the first step that breaks one. Exit code 4 if it does not fit.
+    """
+    made = launch(request_of(ctx))
+    if fit:
+        _fit(made.resolved, max_nodes, json)
+        return
+    choice = plan_launch(made.resolved)
+    if isinstance(choice, Unknown):
+        raise ConfigError(f"the launch cannot be planned: {choice.what}", choice.where, choice.fix)
+    if plot is not None:
+        from rllaunch.plan.picture import draw
+
+        draw(_heading(made.resolved, choice), [_picture(c, c is choice.taken) for c in shown(choice)], plot)
+        console.say(f"drawn: {plot}")
+    if json:
+        console.data_json(_to_json(choice))
+    else:
+        _show(made.resolved, choice)
+    if not choice.fits:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def shown(choice: Choice) -> list[Candidate]:
+    """What was taken, and the best of the other order."""
+    order = choice.taken.plan.options.order
+    other = [c for c in choice.others if c.plan.options.order != order]
+    same = [c for c in choice.others if c.plan.options.order == order]
+    return [choice.taken, *(other or same)[:1]]
+
+
+def _to_json(choice: Choice) -> dict[str, Any]:
+    alternatives = []
+    for other in choice.others:
+        row = other.plan.to_json()
+        del row["steps"], row["parameters"], row["limits"]
+        alternatives.append(row | {"optimizer_cpu_offload": other.optimizer_cpu_offload, "why_not": other.why_not})
+    return choice.taken.plan.to_json() | {"alternatives": alternatives}
+
+
+def _heading(resolved: Resolved, choice: Choice) -> str:
+    config = resolved.config
+    nodes, gpus = config.cluster.num_nodes, config.cluster.num_gpus_per_node
+    parameters = choice.taken.plan.sizes.parameters
+    return f"{config.model.name} ({parameters / 1e9:.1f} B parameters) on {nodes} × {gpus} {config.hardware.name}"
+
+
+def _show(resolved: Resolved, choice: Choice) -> None:
+    taken = choice.taken
+    verdict = "fits" if choice.fits else "does not fit"
+    console.data(f"{_heading(resolved, choice)}: {verdict}")
+    console.data(f"  {taken.label}")
+    rows = []
+    for tier in TIERS:
+        limit, step, room = taken.plan.limits.of(tier), taken.plan.peak_step(tier), taken.plan.headroom(tier)
+        rows.append(
+            [
+                _TIER_NAMES[tier],
+                gib(step.total(tier)),
+                "not known" if limit is None else gib(limit),
+                "" if room is None else f"{room:.1%}",
+                _step(step),
+                _parts(step, tier),
+            ]
+        )
+    console.print_table(["of", "peak", "limit", "free", "in", "of which"], rows)
+    from rich.columns import Columns
+
+    tables = [_steps(candidate, candidate is taken) for candidate in shown(choice)]
+    console.stdout_console().print(Columns(tables, padding=(0, 4)))
+    if sys.stdout.isatty():
+        from rllaunch.plan.picture import in_terminal
+
+        width = shutil.get_terminal_size().columns
+        console.stdout_console().print(in_terminal([_picture(taken, True)], width))
+    if choice.others:
+        rows = [
+            [c.label, gib(c.plan.peak("gpu")), gib(c.plan.peak("host")), f"{c.plan.seconds:.1f}", c.why_not]
+            for c in choice.others
+        ]
+        title = "What else there is"
+        console.print_table(["", "GPU", "host", "s/cycle", "why not"], rows[:MOST_ROWS], title)
+        if len(rows) > MOST_ROWS:
+            console.data(f"… and {len(rows) - MOST_ROWS} more: --json has them all")
+    for note in taken.plan.sizes.notes:
+        console.say(f"note: {note}")
+    if not choice.fits:
+        console.say("hint: `rllaunch doctor` says what would free how much, `rllaunch plan --fit` looks for a layout")
+
+
+def _steps(candidate: Candidate, is_taken: bool) -> Any:
+    """The steps of one schedule as a table; ✗ at the first that breaks a limit."""
+    plan = candidate.plan
+    broken = plan.first_break
+    rows, phase = [], ""
+    for index, step in enumerate(plan.steps):
+        mark = "✗" if broken and index == broken.index else ""
+        seconds = f"{step.seconds:.1f}" if step.seconds and step.seconds >= 0.05 else ""
+        begins = {"init": "start-up"}.get(step.phase, step.phase) if step.phase != phase else ""
+        phase = step.phase
+        rows.append([begins, mark, step.name, gib(step.total("gpu")), gib(step.total("host")), seconds])
+    title = f"{candidate.label} ({'taken' if is_taken else 'the other order'})"
+    return console.table(["", "", "step", "GPU", "host", "s"], rows, title)
+
+
+def _parts(step: PlannedStep, tier: Tier) -> str:
+    parts = sorted((step.gpu if tier == "gpu" else step.host).items(), key=lambda item: -item[1])
+    return ", ".join(f"{name_of(name, tier)} {gib(size)}" for name, size in parts[:4])
+
+
+def _step(step: PlannedStep) -> str:
+    return f"{step.name} (start-up)" if step.phase == "init" else step.name
+
+
+def _picture(candidate: Candidate, is_chosen: bool) -> Any:
+    from rllaunch.plan.picture import PlanPicture, StepPicture
+
+    plan = candidate.plan
+    broken = plan.first_break
+    return PlanPicture(
+        candidate.label,
+        [StepPicture(s.phase, s.name, _regions(plan, s, "gpu"), _regions(plan, s, "host")) for s in plan.steps],  # type: ignore[arg-type]
+        plan.limits.gpu,
+        plan.limits.host,
+        broken.index if broken else None,
+        is_chosen,
+    )
+
+
+def _regions(plan: MemoryPlan, step: PlannedStep, tier: Tier) -> dict[str, int]:
+    """Regions by name, and all that is always there as one."""
+    parts, always = (step.gpu, plan.sizes.static_gpu) if tier == "gpu" else (step.host, plan.sizes.static_host)
+    moving = {name: size for name, size in parts.items() if name not in always}
+    return moving | {"static": sum(always.values())}
+
+
+def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
+    answer = search(resolved, architecture_of(resolved), max_nodes=max_nodes)
+    if json:
+        console.data_json(
+            {
+                "found": [
+                    {"nodes": f.layout.nodes, "flags": f.layout.flags, **_summary(f.candidate)} for f in answer.found
+                ],
+                "smaller": [{"nodes": nodes, "why_not": why} for nodes, why in answer.smaller.items()],
+                "considered": answer.considered,
+            }
+        )
+    else:
+        _show_fit(resolved, answer, max_nodes)
+    if not answer.found:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
+    name = f"{resolved.config.model.name} on {resolved.config.hardware.name}"
+    rows = []
+    for fitted in answer.found:
+        p, layout = fitted.candidate.plan, fitted.layout
+        memory = [text for tier in TIERS for text in (gib(p.peak(tier)), _free(p, tier))]
+        rows.append([str(layout.nodes), layout.label, *memory, f"{p.sizes.tokens_in_kv:,}", fitted.candidate.label])
+    if rows:
+        title = f"{name}: the best of {answer.considered} layouts that were planned"
+        console.print_table(["nodes", "layout", "GPU", "free", "host", "free", "KV tokens", "handoff"], rows, title)
+        console.data(f"as flags: {answer.found[0].layout.flags}")
+    else:
+        console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
+    for nodes, why in answer.smaller.items():
+        console.data(f"{nodes} node{'s' if nodes > 1 else ''}: {why}")
+
+
+def _summary(candidate: Candidate) -> dict[str, Any]:
+    row = candidate.plan.to_json()
+    del row["steps"]
+    return row
+
+
+def _free(plan: MemoryPlan, tier: Tier) -> str:
+    room = plan.headroom(tier)
+    return "" if room is None else f"{room:.0%}"

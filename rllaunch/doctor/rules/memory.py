@@ -1,0 +1,325 @@
+"""Whether the launch fits in GPU memory and in host RAM: the memory plan held against its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.plan.advice import FRACTION, advise, safe_fraction, told, usable_memory
+from rllaunch.plan.choose import OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
+from rllaunch.plan.forecast import PlannedStep, Tier, name_of
+from rllaunch.resolve.origins import Resolved
+from rllaunch.units import gib
+
+# Ray ends workers at this share of the node's memory unless RAY_memory_usage_threshold says otherwise.
+RAY_THRESHOLD = 0.95
+TIGHT = 0.05
+_LIMIT_KEYS: Mapping[Tier, str] = {"gpu": "hardware.gpu_memory_bytes", "host": "hardware.host_memory_bytes"}
+
+
+def _choice(resolved: Resolved) -> Choice | None:
+    if resolved.config.trainer.backend == "embedded" or "model_type" not in resolved.config.model.architecture:
+        return None
+    choice = plan_launch(resolved)
+    return None if isinstance(choice, Unknown) else choice
+
+
+def _check_known(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    if (
+        config.trainer.backend == "embedded"
+        or "model_type" not in config.model.architecture
+        or not config.handoff.colocate
+    ):
+        return
+    choice = plan_launch(resolved)
+    if isinstance(choice, Unknown):
+        yield Finding(
+            "RL200",
+            "info",
+            f"whether it fits is not known: {choice.what}",
+            choice.where,
+            choice.fix or "`rllaunch plan`",
+        )
+        return
+    for tier, key in _LIMIT_KEYS.items():
+        if choice.taken.plan.limits.of(tier) is None:
+            text = f"the profile does not say how much {tier} memory there is: that side is planned without a limit"
+            yield UNKNOWN.finding("info", resolved, text, [key, "hardware.name"], f"--set {key}=BYTES")
+
+
+def _check_host(resolved: Resolved) -> Iterator[Finding]:
+    yield from _does_not_fit(resolved, "host", HOST)
+
+
+def _check_gpu(resolved: Resolved) -> Iterator[Finding]:
+    yield from _does_not_fit(resolved, "gpu", GPU)
+
+
+def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Finding]:
+    choice = _choice(resolved)
+    if choice is None:
+        return
+    plan = choice.taken.plan
+    limit = plan.limits.of(tier)
+    if limit is None or plan.peak(tier) <= limit:
+        return
+    first = next(s for s in plan.steps if s.total(tier) > limit)
+    worst = plan.peak_step(tier)
+    place = "a node's host memory" if tier == "host" else "a GPU's memory"
+    more = "" if worst is first else f"; the worst is {_step(worst)} with {gib(worst.total(tier))}"
+    message = (
+        f"does not fit in {place}: {_step(first)} needs {gib(first.total(tier))}, {gib(limit)} are there"
+        f" ({plan.label}{more})\n{_sum(worst, tier)}"
+    )
+    ways = advise(resolved, architecture_of(resolved), choice, tier)
+    fitting = [way for way in ways if way.fits]
+    told_ways = [told(way, tier) for way in (fitting or ways)[:3]]
+    fix = (
+        ", or ".join(told_ways)
+        if told_ways
+        else "more nodes, or a larger machine; `rllaunch plan --fit` looks for a layout"
+    )
+    if told_ways and not fitting:
+        fix = f"no single change is enough: {fix}; `rllaunch plan --fit` looks for a layout"
+    keys = [_LIMIT_KEYS[tier], ORDER, *(["handoff.train_memory_margin_bytes"] if tier == "gpu" else [])]
+    yield rule.error(resolved, message, keys, fix)
+
+
+def _sum(step: PlannedStep, tier: Tier) -> str:
+    parts = step.gpu if tier == "gpu" else step.host
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    shown = [f"{name_of(name, tier)} {gib(size)}" for name, size in ordered if size >= 2**26]
+    return f"{_step(step)}: " + " + ".join(shown)
+
+
+def _step(step: PlannedStep) -> str:
+    return f"{step.name} at start-up" if step.phase == "init" else step.name
+
+
+def _check_headroom(resolved: Resolved) -> Iterator[Finding]:
+    choice = _choice(resolved)
+    if choice is None or not choice.fits:
+        return
+    plan = choice.taken.plan
+    for tier, key in _LIMIT_KEYS.items():
+        room, limit = plan.headroom(tier), plan.limits.of(tier)
+        if room is None or limit is None or room >= TIGHT:
+            continue
+        step = plan.peak_step(tier)
+        text = (
+            f"fits, but leaves {room:.1%} of the {tier}'s {gib(limit)} free: "
+            f"{_step(step)} needs {gib(step.total(tier))}\n{_sum(step, tier)}"
+        )
+        ways = [way for way in advise(resolved, architecture_of(resolved), choice, tier) if way.fits][:2]
+        fix = (
+            ", or ".join(told(way, tier) for way in ways) or "a forecast is no closer than this; watch the first cycle"
+        )
+        yield HEADROOM.finding("warning", resolved, text, [key], fix)
+
+
+def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
+    choice, config = _choice(resolved), resolved.config
+    hbm = config.hardware.gpu_memory_bytes
+    if choice is None or hbm is None or config.rollout.backend != "sglang":
+        return
+    plan = choice.taken.plan
+    usable, weights = usable_memory(plan, hbm), plan.sizes.gpu["weights"]
+    fraction = config.sglang.mem_fraction_static
+    if plan.sizes.gpu["kv_cache"] == 0:
+        least = int((weights / usable + 0.05) * 100) / 100
+        text = (
+            f"mem_fraction_static {fraction:g} leaves no room for a KV cache: "
+            f"{fraction:g} × {gib(usable)} is less than the engine's weights, {gib(weights)} a GPU"
+        )
+        fix = (
+            f"--sglang-mem-fraction-static {least:.2f}"
+            if least < 0.95
+            else "--rollout-num-gpus-per-engine, twice as many"
+        )
+        yield FRACTION_RULE.error(resolved, text, [FRACTION, "rollout.rollout_num_gpus_per_engine"], fix)
+        return
+    largest = safe_fraction(plan, config)
+    if largest is not None and fraction > largest:
+        others = {
+            n: b
+            for s in plan.steps
+            if "kv_cache" in s.gpu
+            for n, b in s.gpu.items()
+            if n not in ("kv_cache", "weights")
+        }
+        rest = " − ".join(
+            [gib(plan.limits.gpu or 0), *(f"{gib(size)} {name_of(name, 'gpu')}" for name, size in others.items())]
+        )
+        text = f"mem_fraction_static {fraction:g} is above what fits: ({rest}) ÷ {gib(usable)} = {largest:.2f}"
+        yield FRACTION_RULE.error(
+            resolved, text, [FRACTION, _LIMIT_KEYS["gpu"]], f"--sglang-mem-fraction-static {largest:.2f}"
+        )
+
+
+def _check_mirror(resolved: Resolved) -> Iterator[Finding]:
+    choice, config = _choice(resolved), resolved.config
+    if choice is None or config.sglang.ep_size > 1 or config.has_lora:
+        return
+    plan = choice.taken.plan
+    if plan.options.has_mirror and config.handoff.engine_weights == "mirror":
+        saved = plan.sizes.node["weights"]
+        yield MIRROR.finding(
+            "warning",
+            resolved,
+            f"every update rewrites all of the engine's weights, yet they are mirrored: {gib(saved)} a node",
+            [WEIGHTS],
+            "--engine-weights discard",
+        )
+
+
+def _check_draft(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    draft = (config.sglang.model_extra or {}).get("speculative_algorithm")
+    discards = config.handoff.engine_weights == "discard" and config.handoff.offload_rollout
+    if draft and discards and "weight" in config.handoff.offload_rollout_level:
+        yield DRAFT.error(
+            resolved,
+            "no update sends the draft model's weights again: discarded, they are lost",
+            [WEIGHTS, "sglang.speculative_algorithm"],
+            "--engine-weights mirror",
+        )
+
+
+def _check_needless(resolved: Resolved) -> Iterator[Finding]:
+    from dataclasses import replace
+
+    from rllaunch.plan.forecast import forecast
+
+    choice, config = _choice(resolved), resolved.config
+    if choice is None or not choice.fits:
+        return
+    plan = choice.taken.plan
+    options = plan.options
+    if not (options.offload_train or options.offload_rollout):
+        return
+    none = replace(options, order="cpu", offload_train=False, offload_rollout=False, buffers="retained")
+    if none.illegal():
+        return
+    resident = forecast(config, none, plan.sizes, plan.limits)
+    rooms = [room for tier in _LIMIT_KEYS if (room := resident.headroom(tier)) is not None]
+    if rooms and min(rooms) >= config.handoff.memory_headroom and plan.seconds - resident.seconds >= 0.1:
+        yield NEEDLESS.finding(
+            "info",
+            resolved,
+            f"everything fits on the GPU at once ({gib(resident.peak('gpu'))} at its peak): offloading costs "
+            f"{plan.seconds - resident.seconds:.1f} s a cycle for nothing",
+            ["handoff.offload_train", "handoff.offload_rollout"],
+            "--no-offload-train --no-offload-rollout",
+        )
+
+
+def _check_staging(resolved: Resolved) -> Iterator[Finding]:
+    choice, config = _choice(resolved), resolved.config
+    if choice is None or not config.trainer.optimizer_cpu_offload:
+        return
+    pinned = choice.taken.plan.sizes.static_host.get("gradients_on_host", 0)
+    overlap = (config.megatron.model_extra or {}).get("overlap_cpu_optimizer_d2h_h2d", False)
+    if pinned and overlap and not choice.fits:
+        yield STAGING.finding(
+            "warning",
+            resolved,
+            f"the optimizer on the host stages gradients in pinned memory: {gib(pinned)} a node",
+            [OPTIMIZER, "megatron.overlap_cpu_optimizer_d2h_h2d"],
+            "--no-optimizer-cpu-offload where the GPU has room",
+        )
+
+
+def _check_ray(resolved: Resolved) -> Iterator[Finding]:
+    import os
+
+    choice = _choice(resolved)
+    if choice is None or not choice.fits:
+        return
+    plan = choice.taken.plan
+    limit, name = plan.limits.host, "RAY_memory_usage_threshold"
+    environment = {k: str(v) for k, v in (resolved.config.env.model_extra or {}).items()} | dict(os.environ)
+    if limit is None or environment.get("RAY_memory_monitor_refresh_ms") == "0":
+        return
+    try:
+        threshold = float(environment.get(name, RAY_THRESHOLD))
+    except ValueError:
+        return
+    peak = plan.peak("host")
+    if peak > threshold * limit:
+        share = min(0.99, int(peak / limit * 100 + 1.5) / 100)
+        yield RAY.finding(
+            "warning",
+            resolved,
+            f"Ray ends workers when a node uses {threshold:.0%} of {gib(limit)} = {gib(threshold * limit)}; "
+            f"the plan's peak is {gib(peak)}",
+            [_LIMIT_KEYS["host"]],
+            f"{name}={share:.2f} in Ray's environment, on every node",
+        )
+
+
+def _rule(code: str, name: str, reason: str, check: object, *, overridable: bool = True) -> Rule:
+    return Rule(code=code, name=name, reason=reason, check=check, overridable=overridable)  # type: ignore[arg-type]
+
+
+UNKNOWN = _rule(
+    "RL200",
+    "the launch can be planned",
+    "what cannot be counted is said, never guessed: a wrong layer count drops a layer without a word (THUDM/slime#309)",
+    _check_known,
+)
+HOST = _rule(
+    "RL201",
+    "fits in host memory",
+    "host RAM runs out at step 2 to 13, after loading and rollouts (THUDM/slime#1851, vllm-project/vime#190)",
+    _check_host,
+)
+GPU = _rule(
+    "RL202",
+    "fits in GPU memory",
+    "one side runs out of memory when it wakes up beside the other (sgl-project/sglang#7009, radixark/miles#3147)",
+    _check_gpu,
+)
+HEADROOM = _rule(
+    "RL203",
+    "leaves headroom",
+    "page cache and long samples take what a forecast does not see (ray-project/ray#59796, THUDM/slime#1951)",
+    _check_headroom,
+)
+FRACTION_RULE = _rule(
+    "RL204",
+    "mem_fraction_static fits",
+    "found by trial in the field, 0.9 → 0.8 → 0.7 → 0.6 (radixark/miles#580, hiyouga/EasyR1#1, huggingface/trl#2688)",
+    _check_fraction,
+)
+MIRROR = _rule(
+    "RL205",
+    "no mirror that nobody reads",
+    "841 of 882 GB with a mirror, 520 to 550 without, when every update re-sends all weights (vllm-project/vime#191)",
+    _check_mirror,
+)
+DRAFT = _rule(
+    "RL206",
+    "draft weights survive",
+    "a draft model's weights are not part of an update; miles always mirrors them (fzyzcjy/torch_memory_saver#85)",
+    _check_draft,
+)
+NEEDLESS = _rule(
+    "RL207",
+    "offload only what has to go",
+    "a small run went from 18.9 s to 3.3 s a step without offloading (vllm-project/vime#442, vllm-project/vime#443)",
+    _check_needless,
+)
+STAGING = _rule(
+    "RL208",
+    "staging of an optimizer on the host",
+    "staging is a second set beside the state (THUDM/slime#1851, PrimeIntellect-ai/prime-rl#3200)",
+    _check_staging,
+)
+RAY = _rule(
+    "RL209",
+    "Ray lets the plan's peak happen",
+    "Ray's monitor ends the youngest worker before the limit is reached (THUDM/slime#1851, alibaba/ROLL#234)",
+    _check_ray,
+)
+RULES = (UNKNOWN, HOST, GPU, HEADROOM, FRACTION_RULE, MIRROR, DRAFT, NEEDLESS, STAGING, RAY)

@@ -1,0 +1,132 @@
+"""What would free memory: each change planned again, so that advice is known to work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rllaunch.errors import RllaunchError
+from rllaunch.plan.architecture import Architecture
+from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose
+from rllaunch.plan.forecast import MemoryPlan, Tier
+from rllaunch.resolve.origins import Origin, Resolved
+from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.units import gib
+
+FRACTION = "sglang.mem_fraction_static"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change and what the plan says of it."""
+
+    flags: str
+    plan: MemoryPlan
+    freed: int
+    """Bytes off the peak of the tier that was asked about."""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.fits
+
+
+def changed(resolved: Resolved, values: Mapping[str, Any]) -> Resolved:
+    """The launch with these keys set by hand, derived values left as they are."""
+    origins = dict(resolved.origins)
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        by_section.setdefault(section, {})[name] = value
+        origins[key] = (*origins.get(key, ()), Origin(value, "flag", "advice"))
+    # The values are ours and of the right types: validating the whole config would be most of a search's time.
+    sections = {
+        section: getattr(resolved.config, section).model_copy(update=given) for section, given in by_section.items()
+    }
+    return replace(resolved, config=resolved.config.model_copy(update=sections), origins=origins)
+
+
+def advise(resolved: Resolved, architecture: Architecture, choice: Choice, tier: Tier) -> list[Advice]:
+    """Changes that lower the peak on a tier: those that make the launch fit first, the lightest of them in front."""
+    peak = choice.taken.plan.peak(tier)
+    found = []
+    for flags, values in _levers(resolved, choice):
+        try:
+            plan = choose(changed(resolved, values), architecture).taken.plan
+        except (RllaunchError, ValueError):
+            continue
+        freed = peak - plan.peak(tier)
+        if freed > 0:
+            found.append(Advice(flags, plan, freed))
+    fitting = [advice for advice in found if advice.fits]
+    return fitting + sorted((a for a in found if not a.fits), key=lambda advice: -advice.freed)
+
+
+def _levers(resolved: Resolved, choice: Choice) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    config, options = resolved.config, choice.taken.plan.options
+    may_be_gpu = options.offload_train and options.offload_rollout and not (options.critic or options.lora)
+    if options.order == "cpu" and may_be_gpu:
+        yield "--colocate-memory-peak-device gpu", {ORDER: "gpu", BUFFERS: "auto"}
+    if options.order == "gpu":
+        yield "--colocate-memory-peak-device cpu", {ORDER: "cpu", BUFFERS: "auto"}
+    if options.offload_train and options.buffers == "retained":
+        yield "--offload-train-buffers fresh", {BUFFERS: "fresh"}
+    if options.has_mirror and not options.lora and config.sglang.ep_size == 1:
+        yield "--engine-weights discard", {WEIGHTS: "discard"}
+    if not options.offload_rollout:
+        yield "--offload-rollout", {"handoff.offload_rollout": True}
+    if not options.offload_train:
+        yield "--offload-train", {"handoff.offload_train": True}
+    if options.offload_rollout and not options.releases_weights:
+        level = {"handoff.offload_rollout_level": ("kv_cache", "weight")}
+        yield "--offload-rollout-level kv_cache weight", level
+    on_host = config.trainer.optimizer_cpu_offload
+    yield ("--no-optimizer-cpu-offload" if on_host else "--optimizer-cpu-offload"), {OPTIMIZER: not on_host}
+    if config.trainer.recompute_granularity != "full":
+        yield "--recompute-granularity full", {"trainer.recompute_granularity": "full"}
+    if (fraction := safe_fraction(choice.taken.plan, config)) and fraction < config.sglang.mem_fraction_static:
+        yield f"--sglang-mem-fraction-static {fraction:.2f}", {FRACTION: fraction}
+    nodes = config.cluster.num_nodes
+    for factor in (2, 4):
+        wider = {"cluster.num_nodes": nodes * factor, "cluster.actor_num_nodes": nodes * factor}
+        gpus = config.rollout.rollout_num_gpus
+        if gpus is not None:
+            wider["rollout.rollout_num_gpus"] = gpus * factor
+        yield f"--num-nodes {nodes * factor}", wider
+
+
+def safe_fraction(plan: MemoryPlan, config: LaunchConfig) -> float | None:
+    """The largest `mem_fraction_static`, in hundredths, with which the engines' fullest step fits on the GPU.
+
+    What the KV cache may take is the limit less everything else that is there in the step that holds it.
+    """
+    limit, hbm = plan.limits.gpu, config.hardware.gpu_memory_bytes
+    with_kv = [step for step in plan.steps if "kv_cache" in step.gpu]
+    if limit is None or hbm is None or not with_kv:
+        return None
+    fullest = max(with_kv, key=lambda step: step.total("gpu"))
+    spare = limit - fullest.total("gpu")
+    usable = usable_memory(plan, hbm)
+    fraction = config.sglang.mem_fraction_static + spare / usable
+    return max(0.0, min(0.99, int(fraction * 100) / 100))
+
+
+def usable_memory(plan: MemoryPlan, hbm: int) -> int:
+    """What an engine finds free on a GPU before it loads: the share `mem_fraction_static` is of."""
+    residuals = ("trainer_residual", "engine_residual")
+    return hbm - sum(plan.sizes.static_gpu.get(name, 0) for name in residuals)
+
+
+def told(advice: Advice, tier: Tier) -> str:
+    """One line: the flags, what they free, and whether that is enough."""
+    verdict = "fits" if advice.fits else f"still {_excess(advice.plan)} too much"
+    return f"{advice.flags} frees {gib(advice.freed)} ({gib(advice.plan.peak(tier))} at the {tier}'s peak: {verdict})"
+
+
+def _excess(plan: MemoryPlan) -> str:
+    broken = plan.first_break
+    assert broken is not None, "a plan that does not fit breaks somewhere"
+    return f"{gib(broken.excess)} on the {broken.tier}"
+
+
+__all__ = ["Advice", "Unknown", "advise", "changed", "safe_fraction", "told", "usable_memory"]

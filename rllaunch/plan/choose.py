@@ -1,0 +1,293 @@
+"""`auto`: every legal schedule priced, the fastest that fits taken, and one line on why each other lost.
+
+What a layer set stays as it was set. Open is what says `auto`, and with `colocate_memory_peak_device = auto`
+also what nobody set: whether to offload at all, what an engine releases, where the optimizer lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from rllaunch.errors import ConfigError
+from rllaunch.plan.architecture import Architecture, read_architecture
+from rllaunch.plan.forecast import Break, Limits, MemoryPlan, Tier, forecast, limits_of
+from rllaunch.plan.handoff import Buffers, HandoffOptions, Order, options_of
+from rllaunch.plan.sizes import LaunchSizes, sizes_of
+from rllaunch.resolve.origins import Origin, Resolved
+from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.units import gib
+
+ORDER = "handoff.colocate_memory_peak_device"
+BUFFERS = "handoff.offload_train_buffers"
+WEIGHTS = "handoff.engine_weights"
+OPTIMIZER = "trainer.optimizer_cpu_offload"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to hand over, priced.
+
+    Args:
+        optimizer_cpu_offload: where this candidate's optimizer lives.
+        why_not: empty for the one that was taken.
+    """
+
+    plan: MemoryPlan
+    optimizer_cpu_offload: bool
+    why_not: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.plan.label + (", optimizer on the host" if self.optimizer_cpu_offload else "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was taken and what else there was, best first."""
+
+    taken: Candidate
+    others: tuple[Candidate, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.taken.plan.fits
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a launch cannot be planned: what is not known, and where it would stand."""
+
+    what: str
+    where: tuple[str, ...] = ()
+    fix: str = ""
+
+
+def plan_launch(resolved: Resolved) -> Choice | Unknown:
+    """The launch's plan, with what it leaves open decided; the last answer is kept for the next reader."""
+    global _last
+    if _last is None or _last[0] is not resolved.config:
+        _last = (resolved.config, _plan(resolved))
+    return _last[1]
+
+
+_last: tuple[LaunchConfig, Choice | Unknown] | None = None
+
+
+def _plan(resolved: Resolved) -> Choice | Unknown:
+    config = resolved.config
+    if not config.handoff.colocate:
+        return Unknown(
+            "trainer and engines on GPUs of their own are not planned", (resolved.describe("handoff.colocate"),)
+        )
+    try:
+        architecture = architecture_of(resolved)
+        return choose(resolved, architecture)
+    except ConfigError as err:
+        return Unknown(err.what, tuple(err.where), err.fix)
+
+
+def architecture_of(resolved: Resolved) -> Architecture:
+    """
+    Raises:
+        ConfigError: the facts name no architecture that is known, or leave one open.
+    """
+    facts = resolved.config.model.architecture
+    where = resolved.profiles.get("model", "model.architecture")
+    if not facts:
+        raise ConfigError(
+            "the model has no architecture facts",
+            where,
+            "set model.architecture, or give --model a directory with a config.json",
+        )
+    return read_architecture(facts, where)
+
+
+def choose(resolved: Resolved, architecture: Architecture, *, compare: bool = True) -> Choice:
+    """Price every candidate and take the fastest that fits with the asked headroom.
+
+    Args:
+        compare: also price the order that was not asked for.
+    Raises:
+        ConfigError: what was set leaves no legal schedule.
+
+    Where none fits, the one that exceeds its limits least is taken, so that there is something to look at.
+    """
+    config = resolved.config
+    limits = limits_of(config)
+    sizes = {on_host: _sizes(config, architecture, on_host) for on_host in _placements(resolved)}
+
+    def priced(options: Iterable[HandoffOptions]) -> list[Candidate]:
+        made = [Candidate(forecast(config, o, sizes[h], limits), h) for o in dict.fromkeys(options) for h in sizes]
+        return sorted(made, key=lambda candidate: _rank(candidate, headroom))
+
+    headroom = config.handoff.memory_headroom
+    ordered = priced(_options(resolved))
+    if not ordered:
+        reasons = options_of(config).illegal() or ("what was set excludes every schedule",)
+        raise ConfigError(f"no handoff is legal: {'; '.join(reasons)}", resolved.describe(ORDER), "`rllaunch doctor`")
+    taken, *others = ordered
+    lost = [replace(o, why_not=_why_not(o, taken, headroom)) for o in others]
+    set_by = f"{ORDER} is set ({resolved.origin(ORDER).source})"
+    for other in priced(_other_order(resolved))[:1] if compare else []:
+        lost.append(replace(other, why_not=f"{_why_not(other, taken, headroom)}; not open: {set_by}"))
+    return Choice(taken, tuple(lost))
+
+
+def _sizes(config: LaunchConfig, architecture: Architecture, on_host: bool) -> LaunchSizes:
+    if config.trainer.optimizer_cpu_offload != on_host:
+        trainer = config.trainer.model_copy(update={"optimizer_cpu_offload": on_host})
+        config = config.model_copy(update={"trainer": trainer})
+    return sizes_of(config, architecture)
+
+
+def _placements(resolved: Resolved) -> list[bool]:
+    given = resolved.config.trainer.optimizer_cpu_offload
+    is_open = resolved.config.handoff.colocate_memory_peak_device == "auto" and not resolved.is_set(OPTIMIZER)
+    return [False, True] if is_open else [given]
+
+
+def _options(resolved: Resolved) -> Iterator[HandoffOptions]:
+    """Every legal way that what was set leaves open."""
+    config, handoff = resolved.config, resolved.config.handoff
+    base = options_of(config)
+    is_auto = handoff.colocate_memory_peak_device == "auto"
+
+    def left(key: str, value: Any, all_values: Sequence[Any]) -> Sequence[Any]:
+        return all_values if is_auto and not resolved.is_set(key) else [value]
+
+    orders: Sequence[Order] = ["cpu", "gpu"] if is_auto else [base.order]
+    trains = left("handoff.offload_train", base.offload_train, [True, False])
+    rollouts = left("handoff.offload_rollout", base.offload_rollout, [True, False])
+    both, kv_only = frozenset({"kv_cache", "weight"}), frozenset({"kv_cache"})
+    levels = left("handoff.offload_rollout_level", base.level, [both, kv_only])
+    # What an update does not send again has to be mirrored; `options_of` knows when that is.
+    weights: Sequence[Literal["mirror", "discard"]] = (
+        ["mirror", "discard"]
+        if handoff.engine_weights == "auto" and base.engine_weights == "discard"
+        else [base.engine_weights]
+    )
+    buffers: Sequence[Buffers] = (
+        ["retained", "shared", "fresh"] if handoff.offload_train_buffers == "auto" else [base.buffers]
+    )
+    for order, train, rollout, level, kept, held in product(orders, trains, rollouts, levels, weights, buffers):
+        options = replace(
+            base,
+            order=order,
+            offload_train=train,
+            offload_rollout=rollout,
+            level=level if rollout else both,
+            engine_weights=kept if rollout and "weight" in level else base.engine_weights,
+            buffers=held if train else "retained",
+        )
+        if not (train and rollout) and order == "gpu":
+            continue
+        if not options.illegal():
+            yield options
+
+
+def _other_order(resolved: Resolved) -> Iterator[HandoffOptions]:
+    """What the order that was not asked for would take, for comparison."""
+    if resolved.config.handoff.colocate_memory_peak_device == "auto":
+        return
+    base = options_of(resolved.config)
+    order: Order = "cpu" if base.order == "gpu" else "gpu"
+    held = resolved.config.handoff.offload_train_buffers
+    buffers: Sequence[Buffers] = ("retained", "shared", "fresh") if held == "auto" else (base.buffers,)
+    for one in buffers:
+        options = replace(base, order=order, buffers=one)
+        if not options.illegal():
+            yield options
+
+
+def _rank(candidate: Candidate, headroom: float) -> tuple[Any, ...]:
+    """First what fits with headroom, then what fits, then what exceeds least; the faster and the leaner of equals."""
+    plan = candidate.plan
+    room, _ = least_room(plan)
+    if room >= headroom:
+        # Of equally fast ones the one with the fewest moves: what stays where it is cannot go wrong.
+        return (0, round(_seconds(candidate), 2), len(plan.steps), plan.peak("host"), plan.options.order)
+    if room >= 0:
+        return (1, -round(room, 3), round(_seconds(candidate), 3), plan.peak("gpu"), plan.options.order)
+    return (2, -room, 0, 0, "")
+
+
+def least_room(plan: MemoryPlan) -> tuple[float, Tier]:
+    """The smaller of the two headrooms, and whose it is; all of it where no limit is known."""
+    tiers: tuple[Tier, ...] = ("gpu", "host")
+    return min(((room, tier) for tier in tiers if (room := plan.headroom(tier)) is not None), default=(1.0, "host"))
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.plan.seconds
+
+
+def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
+    if (broken := other.plan.first_break) is not None:
+        return told_break(broken, other.plan.limits)
+    if other.plan.options == taken.plan.options:
+        return f"its training step waits {_seconds(other) - _seconds(taken):.1f} s longer for the host's Adam"
+    share, tier = least_room(other.plan)
+    if share < headroom and share < least_room(taken.plan)[0] - 0.001 and taken.plan.fits:
+        return f"leaves {share:.1%} of the {tier} free at its peak, {headroom:.0%} are asked for"
+    slower = _seconds(other) - _seconds(taken)
+    if slower >= 0.05:
+        return f"fits, but hands over {slower:.1f} s slower a cycle"
+    more = other.plan.peak("host") - taken.plan.peak("host")
+    if more > 0:
+        return f"fits and is as fast, but takes {gib(more)} more on the host"
+    return (
+        "fits and is as fast; holds more on the GPU"
+        if other.plan.peak("gpu") > taken.plan.peak("gpu")
+        else "fits and is as good"
+    )
+
+
+def told_break(broken: Break, limits: Limits) -> str:
+    """`exceeds host 898.0 GiB by 12.0 GiB in trainer.offload (cycle)`."""
+    limit = limits.of(broken.tier)
+    assert limit is not None, "a break has a limit"
+    phase = "start-up" if broken.phase == "init" else "cycle"
+    return f"exceeds the {broken.tier}'s {gib(limit)} by {gib(broken.excess)} in {broken.step} ({phase})"
+
+
+def decided(resolved: Resolved) -> Resolved:
+    """The launch with what `auto` took in its config, each value derived; unchanged where it cannot be planned."""
+    choice = plan_launch(resolved)
+    if isinstance(choice, Unknown):
+        return resolved
+    options = choice.taken.plan.options
+    wanted: Mapping[str, Any] = {
+        ORDER: options.order,
+        BUFFERS: options.buffers,
+        WEIGHTS: options.engine_weights,
+        "handoff.offload_train": options.offload_train,
+        "handoff.offload_rollout": options.offload_rollout,
+        "handoff.offload_rollout_level": [name for name in ("kv_cache", "weight") if name in options.level],
+        OPTIMIZER: choice.taken.optimizer_cpu_offload,
+    }
+    values = resolved.config.model_dump()
+    origins = dict(resolved.origins)
+    changed = False
+    for key, value in wanted.items():
+        section, _, name = key.partition(".")
+        current = values[section][name]
+        if current == value or list(value) == list(current) if isinstance(value, list) else current == value:
+            continue
+        values[section][name] = value
+        source = (
+            f"{ORDER} = auto: the fastest that fits"
+            if resolved.value(ORDER) == "auto"
+            else f"{key} = auto: the fastest that fits"
+        )
+        origins[key] = (*origins.get(key, ()), Origin(value, "derived", source))
+        changed = True
+    if not changed:
+        return resolved
+    config = LaunchConfig.model_validate(values)
+    made = replace(resolved, config=config, origins=origins)
+    global _last
+    _last = (config, choice)
+    return made

@@ -1,0 +1,256 @@
+"""The memory plan of a launch: every step of its schedule with bytes on the fullest GPU and the fullest node.
+
+The ledger of `rllaunch.plan.memory` walks the schedule; here it is filled with a launch's sizes, what is
+always there is added, and the whole is held against the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rllaunch.plan import constants as c
+from rllaunch.plan.handoff import BACKED_UP, HandoffOptions, Region, Schedule, Step, build_schedule
+from rllaunch.plan.memory import Ledger, StepBytes
+from rllaunch.plan.sizes import TRAINER_PARTS, LaunchSizes
+from rllaunch.resolve.schema import LaunchConfig
+
+Tier = Literal["gpu", "host"]
+# What a region is called on the host, where it is a copy.
+_HOST_NAMES = {"weights": "mirror", "params": "params backup", "optimizer": "optimizer backup"}
+
+
+def name_of(region: str, tier: Tier) -> str:
+    """A region or a constant part as a reader knows it."""
+    return (_HOST_NAMES.get(region, region) if tier == "host" else region).replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes one GPU and one node may hold, and who says so; None where nobody does."""
+
+    gpu: int | None
+    host: int | None
+    gpu_source: str
+    host_source: str
+
+    def of(self, tier: Tier) -> int | None:
+        return self.gpu if tier == "gpu" else self.host
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step at its fullest moments.
+
+    Args:
+        gpu, host: name → bytes, what is always there included.
+        seconds: of a handoff step, from the hardware's link; None for the work itself.
+    """
+
+    phase: str
+    name: str
+    gpu: Mapping[str, int]
+    host: Mapping[str, int]
+    seconds: float | None
+
+    def total(self, tier: Tier) -> int:
+        return sum((self.gpu if tier == "gpu" else self.host).values())
+
+
+@dataclass(frozen=True)
+class Break:
+    """The first step over a limit."""
+
+    index: int
+    step: str
+    phase: str
+    tier: Tier
+    excess: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A schedule with its bytes, its limits and its time."""
+
+    options: HandoffOptions
+    steps: tuple[PlannedStep, ...]
+    limits: Limits
+    sizes: LaunchSizes
+
+    def peak(self, tier: Tier) -> int:
+        return max(step.total(tier) for step in self.steps)
+
+    def peak_step(self, tier: Tier) -> PlannedStep:
+        return max(self.steps, key=lambda step: step.total(tier))
+
+    def headroom(self, tier: Tier) -> float | None:
+        """The share of the limit that stays free at the peak; negative when it does not fit."""
+        limit = self.limits.of(tier)
+        return None if limit is None else 1 - self.peak(tier) / limit
+
+    @property
+    def first_break(self) -> Break | None:
+        for index, step in enumerate(self.steps):
+            for tier in ("gpu", "host"):
+                limit = self.limits.of(tier)
+                if limit is not None and step.total(tier) > limit:
+                    return Break(index, step.name, step.phase, tier, step.total(tier) - limit)
+        return None
+
+    @property
+    def fits(self) -> bool:
+        return self.first_break is None
+
+    @property
+    def seconds(self) -> float:
+        """The handoff of one cycle, without generating, training, saving and evaluating."""
+        return sum(step.seconds or 0.0 for step in self.steps if step.phase == "cycle")
+
+    @property
+    def label(self) -> str:
+        return label_of(self.options)
+
+    def to_json(self) -> dict[str, Any]:
+        broken = self.first_break
+        return {
+            "order": self.options.order,
+            "engine_weights": self.options.weights_mode,
+            "buffers": self.options.buffers if self.options.offload_train else None,
+            "offload_train": self.options.offload_train,
+            "offload_rollout": self.options.offload_rollout,
+            "steps": [
+                {
+                    "phase": s.phase,
+                    "name": s.name,
+                    "gpu": {"total": s.total("gpu"), **s.gpu},
+                    "host": {"total": s.total("host"), **s.host},
+                    "seconds": None if s.seconds is None else round(s.seconds, 3),
+                }
+                for s in self.steps
+            ],
+            "parameters": self.sizes.parameters,
+            "peaks": {"gpu": self.peak("gpu"), "host": self.peak("host")},
+            "limits": {"gpu": self.limits.gpu, "host": self.limits.host},
+            "fits": self.fits,
+            "first_break": None
+            if broken is None
+            else {"phase": broken.phase, "step": broken.step, "tier": broken.tier, "excess": broken.excess},
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def label_of(options: HandoffOptions) -> str:
+    """A schedule in a few words: order, engine weights, buffers."""
+    if not options.offload_train and not options.offload_rollout:
+        return "nothing offloaded"
+    parts = [f"{options.order} order"] if options.offload_train and options.offload_rollout else []
+    if not options.offload_rollout:
+        parts.append("engines stay")
+    else:
+        parts.append("weights resident" if options.weights_mode == "resident" else options.weights_mode)
+        if not options.releases_kv:
+            parts.append("KV cache resident")
+    parts.append(f"{options.buffers} backup" if options.offload_train else "trainer stays")
+    return ", ".join(parts)
+
+
+def limits_of(config: LaunchConfig, describe: Mapping[str, str] | None = None) -> Limits:
+    """What the hardware profile allows: GPU memory less the trainer's margin, and the node's host memory.
+
+    Args:
+        describe: key → where its value came from.
+    """
+    told = describe or {}
+    hardware, margin = config.hardware, config.handoff.train_memory_margin_bytes
+    gpu = None if hardware.gpu_memory_bytes is None else hardware.gpu_memory_bytes - margin
+    gpu_source = "hardware.gpu_memory_bytes − handoff.train_memory_margin_bytes"
+    return Limits(
+        gpu,
+        hardware.host_memory_bytes,
+        told.get("hardware.gpu_memory_bytes", gpu_source),
+        told.get("hardware.host_memory_bytes", "hardware.host_memory_bytes"),
+    )
+
+
+def forecast(
+    config: LaunchConfig, options: HandoffOptions, sizes: LaunchSizes, limits: Limits, schedule: Schedule | None = None
+) -> MemoryPlan:
+    """The plan of start-up and one cycle that saves and evaluates.
+
+    Raises:
+        ScheduleError: no schedule exists for these options.
+    """
+    schedule = schedule or build_schedule(options)
+    on_gpu, on_node = Ledger(schedule, sizes.gpu), Ledger(schedule, sizes.node)
+    speed = _Speed(config, options, sizes)
+    steps = []
+    evaluates = bool(config.task.eval_prompt_data)
+    phases: Sequence[tuple[str, Sequence[Step]]] = (
+        ("init", schedule.init),
+        ("cycle", list(schedule.steps(save=True, evaluate=evaluates))),
+    )
+    is_built = False
+    for phase, its_steps in phases:
+        for step in its_steps:
+            is_built = is_built or step.name.startswith("trainer.")
+            gpu, node = on_gpu.apply(phase, step), on_node.apply(phase, step)
+            steps.append(_planned(phase, step, gpu, node, sizes, speed, is_built))
+    return MemoryPlan(options, tuple(steps), limits, sizes)
+
+
+def _planned(
+    phase: str, step: Step, gpu: StepBytes, node: StepBytes, sizes: LaunchSizes, speed: _Speed, is_built: bool
+) -> PlannedStep:
+    host = {region: n for region, n in node.host_fullest.items() if n}
+    if step.name == "save" and sizes.save_staging:
+        host["save_staging"] = sizes.save_staging
+    return PlannedStep(
+        phase,
+        step.name,
+        {r: n for r, n in gpu.gpu_fullest.items() if n} | dict(sizes.static_gpu),
+        host | {name: n for name, n in sizes.static_host.items() if is_built or name not in TRAINER_PARTS},
+        speed.seconds(step),
+    )
+
+
+class _Speed:
+    """Seconds of a handoff step. All GPUs move at once, each over its own link."""
+
+    def __init__(self, config: LaunchConfig, options: HandoffOptions, sizes: LaunchSizes) -> None:
+        self.options = options
+        self.update_bytes = sizes.update_bytes
+        link = config.hardware.host_link_bytes_per_second
+        self.link = link * c.LINK_SHARE.value if link else None
+        per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+        self.bytes: dict[Region, int] = {r: n // per_node for r, n in sizes.node.items()}
+        traffic = sizes.host_optimizer * c.CPU_ADAM_TRAFFIC.value
+        self.optimizer_seconds = traffic / c.CPU_ADAM_SPEED.value
+
+    def seconds(self, step: Step) -> float | None:
+        if step.name == "train":
+            return self.optimizer_seconds or None
+        if "." not in step.name and step.name != "update_weights":
+            return None
+        if self.link is None or step.name == "trainer.init":
+            return None
+        if step.name == "update_weights":
+            return self._update()
+        return sum(self._copy(op.action, op.region) for op in step.ops if op.region and op.action.startswith("copy"))
+
+    def _copy(self, action: str, region: Region) -> float:
+        assert self.link is not None, "looked at by the caller"
+        rate = self.link
+        is_backup = region in BACKED_UP
+        if self.options.buffers != "shared" and (not is_backup or self.options.buffers == "fresh"):
+            # Pages that are pinned for one stay cost more than what is copied into them.
+            rate = min(rate, c.PIN_FRESH.value if action == "copy_out" else c.UNPIN_FRESH.value)
+        return self.bytes.get(region, 0) / rate
+
+    def _update(self) -> float:
+        """From the GPU, or from the backup over the link and then to the engine."""
+        assert self.link is not None, "looked at by the caller"
+        seconds = self.update_bytes / c.UPDATE_SPEED.value
+        if self.options.offload_train:
+            seconds += self.update_bytes / self.link
+        return seconds

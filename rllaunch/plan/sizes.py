@@ -1,0 +1,529 @@
+"""Bytes of each region of a launch, from its architecture and its layout: no device is touched.
+
+A pipeline stage is the unit: all ranks of a stage hold as much. The fullest stage decides what a GPU must
+hold, the fullest node what a host must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rllaunch.errors import ConfigError
+from rllaunch.plan import constants as c
+from rllaunch.plan.architecture import Architecture, Layer, Weight
+from rllaunch.plan.handoff import Region
+from rllaunch.resolve.schema import LaunchConfig
+
+# Megatron's make_vocab_size_divisible_by: the padded vocabulary divides by it times TP.
+VOCAB_DIVISOR = 128
+# Block scales of FP8 weights: one float32 for 128 × 128 elements (DeepSeek-V3's format, which SGLang loads).
+FP8_BLOCK = 128 * 128
+# Parts of the host that are there once the trainer is built.
+TRAINER_PARTS = ("optimizer_on_host", "gradients_on_host", "reference", "update_heap")
+# MXFP4: one byte of scale for 32 elements (OCP Microscaling Formats v1.0).
+FP4_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage, as each of its ranks holds it.
+
+    Args:
+        parameters: of a rank after TP, EP and ETP.
+        shard: of a rank's parameters those whose optimizer state it owns (distributed optimizer).
+    """
+
+    layers: range
+    parameters: int
+    shard: int
+    regions: Mapping[Region, int]
+
+
+@dataclass(frozen=True)
+class LaunchSizes:
+    """All that the schedule's ledger is filled with.
+
+    Args:
+        gpu: region → bytes on the fullest GPU when resident.
+        node: region → bytes on the fullest node's host when offloaded: all its GPUs together.
+        static_gpu, static_host: what is there in every step, by name; of a GPU and of a node.
+        save_staging: host bytes that writing a checkpoint takes on the fullest node while it is written.
+        host_optimizer: parameters of the fullest node whose Adam runs on the host.
+        notes: what was assumed, in words.
+    """
+
+    parameters: int
+    stages: tuple[Stage, ...]
+    gpu: Mapping[Region, int]
+    node: Mapping[Region, int]
+    static_gpu: Mapping[str, int]
+    static_host: Mapping[str, int]
+    save_staging: int
+    host_optimizer: int
+    tokens_in_kv: int
+    update_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+
+def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
+    """The bytes of a colocated launch on Megatron and SGLang.
+
+    Raises:
+        ConfigError: a layout that cannot be divided at all (the doctor names the nearest that can).
+    """
+    trainer = _Trainer(config, architecture)
+    engine = _Engine(config, architecture)
+    stages = trainer.stages()
+    per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+    ranks = _stage_of_each_rank(config, len(stages))
+    nodes = [ranks[i : i + per_node] for i in range(0, len(ranks), per_node)]
+    engine_gpu = engine.regions()
+    fullest = max(stages, key=lambda s: sum(s.regions.values()))
+    gpu = dict(fullest.regions) | engine_gpu | {"update_bucket": config.handoff.update_weight_buffer_size}
+    kept = [_backup(config, s) for s in stages]
+    busiest = max(nodes, key=lambda node: sum(sum(kept[s].values()) for s in node))
+    node: dict[Region, int] = {r: sum(kept[s][r] for s in busiest) for r in ("params", "optimizer")}
+    node["weights"] = engine_gpu["weights"] * len(busiest)
+    return LaunchSizes(
+        parameters=architecture.num_parameters,
+        stages=stages,
+        gpu=gpu,
+        node=node,
+        static_gpu=_static_gpu(config, architecture),
+        static_host=_static_host(config, trainer, [stages[s] for s in busiest]),
+        save_staging=int(len(busiest) * c.SAVE_BUFFER.value),
+        host_optimizer=trainer.host_optimizer([stages[s] for s in busiest]),
+        tokens_in_kv=engine.tokens(engine_gpu["kv_cache"]),
+        update_bytes=engine.sent_bytes(),
+        notes=tuple(trainer.notes + engine.notes),
+    )
+
+
+def kinds_of(architecture: Architecture, layers: range) -> list[tuple[Layer, int]]:
+    """The different layers among these, and how often each occurs: a model of 90 layers has two or three kinds."""
+    found: dict[int, tuple[Layer, int]] = {}
+    for index in layers:
+        layer = architecture.layers[index]
+        _, count = found.get(id(layer.weights), (layer, 0))
+        found[id(layer.weights)] = (layer, count + 1)
+    return list(found.values())
+
+
+def stage_layers(config: LaunchConfig, num_layers: int) -> list[range]:
+    """The layers of each pipeline stage; a rest that does not divide makes the first of the middle stages longer."""
+    trainer = config.trainer
+    size = trainer.pipeline_model_parallel_size
+    if size == 1:
+        return [range(num_layers)]
+    first, last = trainer.decoder_first_pipeline_num_layers, trainer.decoder_last_pipeline_num_layers
+    middle = size - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    if rest < 0 or (middle == 0 and rest):
+        raise ConfigError(
+            f"{size} pipeline stages with {first} and {last} layers at the ends do not hold {num_layers} layers",
+            "trainer.pipeline_model_parallel_size",
+            "set decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers so that the rest divides",
+        )
+    counts = [rest // middle + (i < rest % middle) for i in range(middle)]
+    counts = [*([first] if first is not None else []), *counts, *([last] if last is not None else [])]
+    starts = [sum(counts[:i]) for i in range(size)]
+    return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+
+
+def _stage_of_each_rank(config: LaunchConfig, num_stages: int) -> list[int]:
+    """Megatron's order of ranks is tp-cp-ep-dp-pp: a stage's ranks stand together."""
+    world = config.world_size
+    share = max(1, world // num_stages)
+    return [min(rank // share, num_stages - 1) for rank in range(world)]
+
+
+def _backup(config: LaunchConfig, stage: Stage) -> dict[Region, int]:
+    """What a rank's host backup holds. Weights that are rebuilt from the masters need none."""
+    rebuilt = bool(_megatron(config, "rematerialize_param_from_master_weight", False))
+    params = 0 if rebuilt else stage.regions["params"]
+    return {"params": params, "optimizer": stage.regions["optimizer"]}
+
+
+def _megatron(config: LaunchConfig, name: str, default: object) -> object:
+    return (config.megatron.model_extra or {}).get(name, default)
+
+
+def _sglang(config: LaunchConfig, name: str, default: object) -> object:
+    return (config.sglang.model_extra or {}).get(name, default)
+
+
+# -- trainer ---------------------------------------------------------------------------------------
+
+
+class _Trainer:
+    """Megatron's side: Megatron-core 0.19, distributed optimizer."""
+
+    def __init__(self, config: LaunchConfig, architecture: Architecture) -> None:
+        self.config = config
+        self.arch = architecture
+        t = config.trainer
+        self.tp, self.pp, self.cp = (
+            t.tensor_model_parallel_size,
+            t.pipeline_model_parallel_size,
+            t.context_parallel_size,
+        )
+        self.ep, self.etp = t.expert_model_parallel_size, t.expert_tensor_parallel_size or self.tp
+        world = config.world_size
+        self.dp = max(1, world // (self.tp * self.pp * self.cp))
+        self.dense_owners = max(1, world // (self.tp * self.pp))  # data and context parallel ranks share the state
+        self.expert_owners = max(1, world // (self.etp * self.ep * self.pp))
+        if not _megatron(config, "use_distributed_optimizer", True):
+            self.dense_owners = self.expert_owners = 1
+        self.notes: list[str] = []
+
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(
+            self._stage(i, layers) for i, layers in enumerate(stage_layers(self.config, len(self.arch.layers)))
+        )
+
+    def _stage(self, index: int, layers: range) -> Stage:
+        dense, expert = self._parameters(index, layers)
+        copies = 2 if self.config.has_critic else 1
+        trained_dense, trained_expert = self._trained(index, layers, dense, expert)
+        shard = math.ceil(trained_dense / self.dense_owners) + math.ceil(trained_expert / self.expert_owners)
+        held, trained = dense + expert, trained_dense + trained_expert
+        if self.config.has_lora:
+            held += trained
+        element = 4 if self.config.model.dtype == "float32" else 2
+        gradient = self._gradient_bytes()
+        regions: dict[Region, int] = {
+            "params": held * element * copies,
+            "optimizer": int(shard * self._state_bytes()) * copies,
+            "grads": trained * gradient * copies,
+            "activations": self._transient(index, layers, shard),
+        }
+        return Stage(layers, held * copies, shard * copies, regions)
+
+    def _parameters(self, index: int, layers: range) -> tuple[int, int]:
+        """(dense, routed experts') parameters of a rank of this stage."""
+        dense = expert = 0
+        for layer, count in kinds_of(self.arch, layers):
+            d, e = _cut(layer.weights, self.tp, self.ep, self.etp)
+            dense, expert = dense + d * count, expert + e * count
+        padded = padded_vocab(self.arch.vocab_size, self.tp)
+        outside: list[Weight] = []
+        if index == 0:
+            outside += self.arch.embedding
+        if index == self.pp - 1:
+            outside += self.arch.head
+            if self.arch.tied and self.pp > 1:
+                outside += self.arch.embedding  # the last stage has a copy of the tied embedding
+            if _megatron(self.config, "mtp_num_layers", 0):
+                for mtp in self.arch.mtp:
+                    d, e = _cut(mtp.weights, self.tp, self.ep, self.etp)
+                    dense, expert = dense + d, expert + e
+        for weight in outside:
+            numel = weight.numel
+            if weight.split == "vocab":
+                numel = numel // self.arch.vocab_size * padded // self.tp
+            dense += numel
+        return dense, expert
+
+    def _trained(self, index: int, layers: range, dense: int, expert: int) -> tuple[int, int]:
+        """Of those, the ones with gradients: all, or LoRA's adapters."""
+        rank = self.config.algorithm.lora_rank
+        if not rank:
+            return dense, expert
+        adapters = expert_adapters = 0
+        for layer, count in kinds_of(self.arch, layers):
+            for weight in layer.weights:
+                if len(weight.shape) < 2 or weight.split not in ("column", "row"):
+                    continue
+                out, into = weight.shape[-2], weight.shape[-1]
+                # Of the two small matrices the one beside the cut dimension is cut with it.
+                tp = self.etp if weight.is_expert else self.tp
+                size = rank * (out // tp + into) if weight.split == "column" else rank * (out + into // tp)
+                if weight.is_expert:
+                    expert_adapters += count * (size * _experts(weight) // self.ep)
+                else:
+                    adapters += count * size * weight.copies
+        return adapters, expert_adapters
+
+    def _gradient_bytes(self) -> int:
+        if _megatron(self.config, "grad_reduce_in_bf16", False):
+            return 2
+        return 4
+
+    def _state_bytes(self) -> float:
+        """Optimizer bytes on the GPU for each parameter of a rank's shard."""
+        return self.state_bytes() * (1 - self.offloaded_fraction)
+
+    @property
+    def offloaded_fraction(self) -> float:
+        if not self.config.trainer.optimizer_cpu_offload:
+            return 0.0
+        return float(str(_megatron(self.config, "optimizer_offload_fraction", 1.0)))
+
+    def host_optimizer(self, ranks: Sequence[Stage]) -> int:
+        """Parameters of these ranks whose optimizer state and step are on the host."""
+        return int(sum(stage.shard for stage in ranks) * self.offloaded_fraction)
+
+    def on_host(self, parameters: int) -> dict[str, int]:
+        """Megatron's optimizer on the host: masters and moments, and gradients in pinned memory.
+
+        NVIDIA/Megatron-LM core_v0.16.1 core/optimizer/cpu_offloading/hybrid_optimizer.py: a precision-aware
+        optimizer's masters are made of a bf16 copy and pageable; otherwise they are pinned themselves.
+        """
+        config = self.config
+        rounding = self.pinned_rounding()
+        is_aware = bool(_megatron(config, "use_precision_aware_optimizer", False))
+        masters = 1.0 if is_aware or _megatron(config, "pin_cpu_params", True) is False else rounding
+        gradients = 1.0 if _megatron(config, "pin_cpu_grads", True) is False else rounding
+        state = 4 * masters + self.state_bytes() - 4
+        return {"optimizer_on_host": int(parameters * state), "gradients_on_host": int(parameters * 4 * gradients)}
+
+    def pinned_rounding(self) -> float:
+        """How much more torch's pinned allocator takes than it is asked for, over a rank's tensors in float32.
+
+        It rounds each up to a power of two (1.78 × was seen, pytorch/pytorch#186161); experts of DeepSeek-V4
+        are powers of two, those of Qwen3-30B-A3B a third below one.
+        """
+        asked = taken = 0
+        for layer, count in kinds_of(self.arch, range(len(self.arch.layers))):
+            a, t = _rounded(layer.weights, self.tp, self.etp)
+            asked, taken = asked + a * count, taken + t * count
+        return taken / asked if asked else 1.0
+
+    def state_bytes(self) -> int:
+        """Masters and Adam's moments of one parameter, in bytes."""
+        if self.config.model.dtype == "float32":
+            return 8
+        moments = sum(_DTYPE_BYTES.get(str(_megatron(self.config, key, "fp32")), 4) for key in _MOMENTS)
+        precision_aware = bool(_megatron(self.config, "use_precision_aware_optimizer", False))
+        # With bf16 parameters it keeps the lower half of each master only
+        # (NVIDIA/Megatron-LM core/optimizer/optimizer_config.py: store_param_remainders).
+        master = 2 if precision_aware and not self.config.trainer.optimizer_cpu_offload else 4
+        return master + moments
+
+    def _transient(self, index: int, layers: range, shard: int) -> int:
+        """The most that lives within a training step only: activations and logits, or the optimizer's step."""
+        tokens = self.micro_batch_tokens()
+        forward = self._activations(index, layers, tokens)
+        if self.config.trainer.precision == "fp8":
+            matrices = sum(n * self._matrix_elements(layer) for layer, n in kinds_of(self.arch, layers))
+            forward += int(matrices * c.FP8_WEIGHT_COPY_BYTES.value)
+        if index == self.pp - 1:
+            vocab = padded_vocab(self.arch.vocab_size, self.tp) // self.tp
+            forward += int(self.longest_tokens() * vocab * 4 * c.LOGITS_COPIES.value)
+        step = 0
+        if _megatron(self.config, "transformer_impl", "transformer_engine") == "local":
+            step = int(shard * (1 - self.offloaded_fraction) * c.UNFUSED_ADAM_BYTES.value)
+        return max(forward, step)
+
+    def longest_tokens(self) -> int:
+        """Tokens of a rank's largest micro-batch: a sample beyond the budget is one by itself (THUDM/slime#1951)."""
+        rollout = self.config.rollout
+        longest = rollout.rollout_max_context_len or rollout.rollout_max_response_len
+        samples = self.config.trainer.micro_batch_size or 1
+        budget = self.config.trainer.max_tokens_per_gpu
+        if budget is None:
+            return math.ceil(samples * longest / self.cp)
+        return max(budget, math.ceil(longest / self.cp))
+
+    micro_batch_tokens = longest_tokens
+
+    def _activations(self, index: int, layers: range, tokens: int) -> int:
+        """Bytes kept for the backward pass, in bf16: every layer, or with full recompute their inputs and one layer."""
+        in_flight = self._in_flight(index)
+        per_layer = [(self._layer_bytes_per_token(layer), count) for layer, count in kinds_of(self.arch, layers)]
+        sequence = self.tp if self.config.trainer.sequence_parallel else 1
+        inputs = 2 * self.arch.hidden_size // sequence * len(layers)
+        if self.config.trainer.recompute_granularity == "full":
+            return int(tokens * (inputs * in_flight + max((size for size, _ in per_layer), default=0)))
+        return int(tokens * in_flight * sum(size * count for size, count in per_layer))
+
+    def _in_flight(self, index: int) -> int:
+        """Micro-batches whose activations a stage holds at once (one forward, one backward)."""
+        samples = self.config.trainer.global_batch_size or self.config.num_samples
+        return max(1, min(self.pp - index, math.ceil(samples / self.dp)))
+
+    def _layer_bytes_per_token(self, layer: Layer) -> float:
+        """What each matrix puts out, two residual streams, two norms; routed experts as often as they are chosen."""
+        sequence = self.tp if self.config.trainer.sequence_parallel else 1
+        elements = 4 * self.arch.hidden_size / sequence
+        for weight in layer.weights:
+            if len(weight.shape) < 2:
+                continue
+            out = weight.shape[-2]
+            if weight.is_expert:
+                elements += self.arch.num_experts_per_tok * (out + self.arch.hidden_size) / self.etp
+            elif weight.split == "column":
+                elements += out / self.tp
+            else:
+                elements += out / sequence
+        return 2 * elements
+
+    def _matrix_elements(self, layer: Layer) -> int:
+        matrices = [w for w in layer.weights if len(w.shape) >= 2 and w.split in ("column", "row")]
+        return sum(_cut(matrices, self.tp, self.ep, self.etp))
+
+
+_MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+_DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
+
+
+def padded_vocab(size: int, tp: int) -> int:
+    """Rows of the embedding as Megatron pads them, over all TP ranks."""
+    multiple = VOCAB_DIVISOR * tp
+    return -(-size // multiple) * multiple
+
+
+def _cut(weights: Sequence[Weight], tp: int, ep: int, etp: int) -> tuple[int, int]:
+    """(dense, routed experts') parameters of these weights on one rank."""
+    dense = expert = 0
+    for weight in weights:
+        if weight.is_expert:
+            expert += weight.numel // (ep * (etp if weight.split in ("column", "row") else 1))
+        elif weight.split in ("column", "row"):
+            dense += weight.numel // tp
+        else:
+            dense += weight.numel
+    return dense, expert
+
+
+def _rounded(weights: tuple[Weight, ...], tp: int, etp: int) -> tuple[int, int]:
+    """(bytes asked, bytes taken) when each tensor of a rank is pinned by itself in float32."""
+    asked = taken = 0
+    for weight in weights:
+        count = _experts(weight) if weight.is_expert else weight.copies
+        size = 4 * weight.numel // count
+        if weight.split in ("column", "row"):
+            size //= etp if weight.is_expert else tp
+        asked += size * count
+        taken += (1 << max(0, size - 1).bit_length()) * count
+    return asked, taken
+
+
+def _experts(weight: Weight) -> int:
+    """How many experts a weight holds: fused ones have them as the first dimension."""
+    return weight.copies * (weight.shape[0] if len(weight.shape) == 3 else 1)
+
+
+# -- engine ----------------------------------------------------------------------------------------
+
+
+class _Engine:
+    """SGLang's side: one engine over `rollout_num_gpus_per_engine` GPUs."""
+
+    def __init__(self, config: LaunchConfig, architecture: Architecture) -> None:
+        self.config = config
+        self.arch = architecture
+        self.tp = config.rollout.rollout_num_gpus_per_engine
+        self.attention_tp = self.tp // config.sglang.dp_size if config.sglang.enable_dp_attention else self.tp
+        self.attention_tp = max(1, self.attention_tp)
+        self.notes: list[str] = []
+
+    def regions(self) -> dict[Region, int]:
+        weights = self.weights()
+        hbm = self.config.hardware.gpu_memory_bytes
+        kv = 0
+        if hbm is None:
+            self.notes.append("the profile states no GPU memory: the KV cache's size is unknown")
+        else:
+            usable = hbm - c.ENGINE_RESIDUAL.value - c.TRAINER_RESIDUAL.value
+            kv = max(0, int(self.config.sglang.mem_fraction_static * usable) - weights)
+        if (limit := _sglang(self.config, "max_total_tokens", None)) is not None:
+            kv = min(kv, int(str(limit)) * self._kv_bytes_per_token())
+        return {"weights": weights, "kv_cache": kv, "cuda_graph": int(c.CUDA_GRAPHS.value)}
+
+    def weights(self) -> int:
+        """Bytes of one GPU's part of the engine's weights."""
+        outside = self.arch.embedding + self.arch.head
+        total = sum(self._bytes(w, quantised=False) for w in outside)
+        for layer, count in kinds_of(self.arch, range(len(self.arch.layers))):
+            total += count * sum(self._bytes(weight, quantised=True) for weight in layer.weights)
+        return total
+
+    def sent_bytes(self) -> int:
+        """What one update sends to one GPU: its part in the trainer's precision, or LoRA's adapters."""
+        if self.config.has_lora:
+            return 0
+        element = 4 if self.config.model.dtype == "float32" else 2
+        return self.arch.num_parameters * element // self.tp
+
+    def tokens(self, kv_bytes: int) -> int:
+        per_token = self._kv_bytes_per_token()
+        return kv_bytes // per_token if per_token else 0
+
+    def _kv_bytes_per_token(self) -> int:
+        element = 1 if str(_sglang(self.config, "kv_cache_dtype", "auto")).startswith("fp8") else 2
+        total = 0
+        for layer in self.arch.layers:
+            # A rank keeps its share of the KV heads, at least one whole head.
+            total += layer.kv_elements_per_token * element // max(1, min(self.attention_tp, layer.kv_heads))
+        return total
+
+    def _bytes(self, weight: Weight, *, quantised: bool) -> int:
+        return _weight_bytes(
+            weight, self.config.rollout.dtype if quantised else "bfloat16", self.tp, self.attention_tp, self.arch
+        )
+
+
+def _weight_bytes(weight: Weight, dtype: str, tp: int, attention_tp: int, arch: Architecture) -> int:
+    numel = weight.numel
+    if weight.is_expert:
+        numel //= tp  # experts over EP, each expert over the rest of TP: the same bytes
+    elif weight.split == "vocab":
+        numel //= attention_tp
+    elif weight.split in ("column", "row"):
+        cut = attention_tp if "attn" in weight.name or "attention" in weight.name else tp
+        if any(part in weight.name for part in ("k_proj", "v_proj")) and arch.num_kv_heads < cut:
+            cut = max(1, arch.num_kv_heads)  # fewer KV heads than ranks: each head is on several
+        numel //= cut
+    matrix = len(weight.shape) >= 2 and weight.split in ("column", "row")
+    if dtype == "fp8" and matrix:
+        return numel + numel * 4 // FP8_BLOCK
+    if dtype == "fp4" and matrix:
+        # FP4 checkpoints keep the experts in four bits and the rest in eight (DeepSeek-V4) or sixteen (gpt-oss).
+        return numel // 2 + numel // FP4_BLOCK if weight.is_expert else 2 * numel
+    return numel * (4 if dtype == "float32" else 2)
+
+
+# -- what is always there --------------------------------------------------------------------------
+
+
+def _static_gpu(config: LaunchConfig, architecture: Architecture) -> dict[str, int]:
+    static = {"trainer_residual": int(c.TRAINER_RESIDUAL.value), "engine_residual": int(c.ENGINE_RESIDUAL.value)}
+    if config.world_size > 1:
+        t = config.trainer
+        groups = [
+            t.tensor_model_parallel_size,
+            t.pipeline_model_parallel_size,
+            t.context_parallel_size,
+            t.expert_model_parallel_size if architecture.num_experts else 1,
+            config.world_size // (t.tensor_model_parallel_size * t.pipeline_model_parallel_size),
+        ]
+        static["nccl"] = int(sum(size > 1 for size in groups) * c.NCCL_BUFFERS.value)
+    return static
+
+
+def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]) -> dict[str, int]:
+    """Of a node; `ranks` are the stages of its ranks."""
+    count = len(ranks)
+    engines = max(1, count // config.rollout.rollout_num_gpus_per_engine)
+    processes = count * (c.TRAINER_PROCESS.value + c.ENGINE_PROCESS.value) + engines * c.ENGINE_FRONT.value
+    static = {"processes": int(processes + c.NODE_BASE.value)}
+    params = sum(stage.regions["params"] for stage in ranks)
+    if config.world_size > 1:
+        static["distributed"] = int(count * c.DISTRIBUTED_HOST.value)
+        if not config.has_lora:
+            static["update_heap"] = int(c.UPDATE_HEAP.value * params)
+    if parameters := trainer.host_optimizer(ranks):
+        static |= trainer.on_host(parameters)
+    static["object_store"] = _rollout_bytes(config)
+    if config.algorithm.kl_loss_coef > 0 or _megatron(config, "use_kl_loss", False):
+        static["reference"] = params
+    return static
+
+
+def _rollout_bytes(config: LaunchConfig) -> int:
+    """A rollout's samples in the object store, whole on each node: ids, log-probs and masks, made and read."""
+    longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
+    return config.num_samples * longest * (8 + 4 + 4) * 2
