@@ -45,6 +45,9 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
             ["model.hf_checkpoint is empty", "model.architecture.model_type is not set"],
             "choose a model profile (--model) or a checkpoint (--hf-checkpoint)",
         )
+    # TOML knows no null: a profile's 0 is the checkpoint's null, queries without a latent.
+    if facts.get("q_lora_rank") == 0:
+        facts["q_lora_rank"] = None
     facts["initializer_range"] = context.config.trainer.init_method_std
     if context.vocabulary:
         facts |= {
