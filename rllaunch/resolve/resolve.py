@@ -336,8 +336,8 @@ def _choose_profiles(user: Sequence[Layer], plugins: Plugins) -> dict[str, Profi
     chosen: dict[str, Profile] = {}
     model = _last(user, "model.name")
     if model is None or not model.value:
-        names = ", ".join(p.name for p in store.of_kind("model"))
-        raise ConfigError("no model is named", model.source if model else "", f"--model NAME; known: {names}")
+        hint = "--model NAME; `rllaunch profiles list --kind model` shows what there is"
+        raise ConfigError("no model is named", model.source if model else "", hint)
     chosen["model"] = _model_profile(str(model.value), model.source, plugins)
     hardware = _last(user, "hardware.name")
     name, where = (str(hardware.value), hardware.source) if hardware else ("auto", "schema default")

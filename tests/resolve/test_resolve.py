@@ -207,7 +207,7 @@ MISTAKES = [
     ((*TINY, "--config", "none.toml"), 3,
      "error: config file does not exist: none.toml\nhint: give an existing TOML file to --config\n"),
     (("--hardware", "cpu"), 3,
-     "error: no model is named\nhint: --model NAME; known: dsv4, qwen3-0.6b, tiny\n"),
+     "error: no model is named\nhint: --model NAME; `rllaunch profiles list --kind model` shows what there is\n"),
     (("--model", "./nowhere", "--hardware", "cpu"), 3,
      "error: model configuration does not exist: nowhere\nhint: give a directory with a config.json, or a model profile's name\n"),
 ]  # fmt: skip
