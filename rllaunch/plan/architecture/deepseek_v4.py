@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rllaunch.plan.architecture.facts import Facts
+from rllaunch.plan.architecture.facts import TAKE_IT_OVER, Facts
 from rllaunch.plan.architecture.parts import (
     Heads,
     Moe,
@@ -141,6 +141,8 @@ def _hyper_connection(at: str, streams: int, hidden: int) -> tuple[Weight, ...]:
 
 def _attention(facts: Facts) -> CompressedAttention:
     rates = {SPARSE: 4, HEAVY: 128} | dict(facts.table("compress_rates"))
+    if not all(isinstance(rate, int) and rate > 0 for rate in rates.values()):
+        raise facts.error(f"compress_rates = {rates} are not whole numbers of at least 1", TAKE_IT_OVER)
     return CompressedAttention(
         size=Heads(facts.count("num_attention_heads"), 1, facts.count("head_dim")),
         q_latent=facts.count("q_lora_rank"),

@@ -22,7 +22,8 @@ class Facts:
     def __init__(self, facts: Mapping[str, Any], where: str = "") -> None:
         text = facts.get("text_config")
         inner = text if isinstance(text, Mapping) else facts
-        self._values = {key: inner.get(key, facts.get(key)) for key in {*inner, *SAID_OUTSIDE}}
+        outside = {name: facts[name] for name in SAID_OUTSIDE if inner.get(name) is None and name in facts}
+        self._values = {**inner, **outside}
         self._where = where
         self.model_type = self._model_type()
 

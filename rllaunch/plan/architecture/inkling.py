@@ -58,7 +58,8 @@ class RelativeAttention:
 def inkling(facts: Facts) -> Architecture:
     hidden, is_sparse = facts.count("hidden_size"), _sparse(facts)
     attention = {"hybrid": _full(facts), "hybrid_sliding": _sliding(facts)}
-    mtp_number = facts.count("num_mtp_layers", facts.table("mtp_config").get("num_nextn_predict_layers", 0), minimum=0)
+    in_mtp_config = facts.table("mtp_config").get("num_nextn_predict_layers") or 0
+    mtp_number = facts.count("num_mtp_layers", in_mtp_config, minimum=0)
     width = _dense_width(facts) if mtp_number or not all(is_sparse) else 0
     moe = _moe(facts)
 
@@ -128,12 +129,11 @@ def _dense(hidden: int, width: int) -> tuple[Weight, ...]:
 
 
 def _experts(facts: Facts, moe: Moe, hidden: int) -> tuple[Weight, ...]:
-    """Routed and shared experts; the router may score the shared ones too."""
+    """Routed and shared experts; the router scores both."""
     at, shared = "mlp.shared_experts", facts.count("n_shared_experts")
     router, *experts = moe.routed(hidden)
-    scored = moe.experts + (shared if facts.flag("shared_expert_sink", default=True) else 0)
     return (
-        Weight(router.name, (scored, hidden)),
+        Weight(router.name, (moe.experts + shared, hidden)),
         Weight("mlp.gate.global_scale", (1,)),
         *experts,
         Weight(f"{at}.gate_proj", (moe.width, hidden), "column", shared),
