@@ -1,4 +1,4 @@
-"""What this machine is: its GPUs from NVML, its host memory from `/proc` and cgroups, and which profile fits.
+"""What this machine is: its GPUs from NVML, its host memory from `rllaunch.resolve.limits`, and which profile fits.
 
 Looking never raises and never imports torch. Whatever cannot be read is left out, so that a laptop,
 a container and a GPU node go the same way.
@@ -10,9 +10,11 @@ import contextlib
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from rllaunch.resolve.limits import ROOT, host_limit
 
 CPU_PROFILE = "cpu"
 
@@ -27,7 +29,7 @@ class MachineFacts:
         gpu_error: why the GPUs could not be listed though a driver is there; else empty.
         arch: processor architecture, such as `x86_64` or `aarch64`.
         host_memory_bytes: RAM this process may use; None where nothing tells.
-        host_memory_origin: where that limit is from: a file of a cgroup, or `MemTotal`.
+        host_memory_origin: where that limit is from: a file of a cgroup, Slurm's variables, or `MemTotal`.
     """
 
     gpu_names: tuple[str, ...] = ()
@@ -38,17 +40,17 @@ class MachineFacts:
     host_memory_origin: str = ""
 
 
-def probe_machine(procfs: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> MachineFacts:
-    """What this machine shows: its GPUs from NVML, the rest from below `procfs` and `sysfs`."""
+def probe_machine(root: Path = ROOT) -> MachineFacts:
+    """What this machine shows: its GPUs from NVML, the rest from files below `root` and what Slurm sets."""
     gpus, gpu_error = _probe_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    host_memory_bytes, host_memory_origin = _host_memory(procfs, sysfs)
+    limit = host_limit(root, os.environ)
     return MachineFacts(
         gpu_names=tuple(name for name, _ in gpus),
         gpu_memory_bytes=tuple(memory_bytes for _, memory_bytes in gpus),
         gpu_error=gpu_error,
         arch=platform.machine(),
-        host_memory_bytes=host_memory_bytes,
-        host_memory_origin=host_memory_origin,
+        host_memory_bytes=limit.bytes if limit else None,
+        host_memory_origin=limit.source if limit else "",
     )
 
 
@@ -134,58 +136,3 @@ def visible_devices(visible: str, uuids: Sequence[str]) -> list[int]:
             break
         devices += named
     return devices
-
-
-def _host_memory(procfs: Path, sysfs: Path) -> tuple[int | None, str]:
-    """RAM this process may use, in bytes, and its origin: the least of its cgroups' limits and `MemTotal`."""
-    limits = [*_mem_total(procfs), *_cgroup_limits(procfs, sysfs)]
-    return min(limits, key=lambda limit: limit[0], default=(None, ""))
-
-
-def _mem_total(procfs: Path) -> Iterator[tuple[int, str]]:
-    path = procfs / "meminfo"
-    if found := re.search(r"^MemTotal:\s+(\d+) kB", _read(path), re.MULTILINE):
-        yield int(found.group(1)) * 1024, f"MemTotal in {path}"
-
-
-def _cgroup_limits(procfs: Path, sysfs: Path) -> Iterator[tuple[int, str]]:
-    """The memory limit of this process's cgroup and of each one above it; `max` is no limit.
-
-    Each line of `/proc/self/cgroup` is `hierarchy:controllers:path`. Version 2 has no controllers and is
-    mounted at `/sys/fs/cgroup`, or at its `unified` beside version 1. Version 1 without a limit shows a
-    number near 2**63, which `MemTotal` undercuts.
-    """
-    root = sysfs / "fs" / "cgroup"
-    for line in _read(procfs / "self" / "cgroup").splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            mounts, file, version = [root, root / "unified"], "memory.max", "v2"
-        elif "memory" in controllers.split(","):
-            mounts, file, version = [root / controllers], "memory.limit_in_bytes", "v1"
-        else:
-            continue
-        for mount in mounts:
-            for directory in _up_to(mount, path):
-                text = _read(directory / file).strip()
-                if text.isdecimal():
-                    yield int(text), f"cgroup {version} limit in {directory / file}"
-
-
-def _up_to(mount: Path, path: str) -> Iterator[Path]:
-    """The directory of a cgroup and those above it, up to the mount.
-
-    In a container the path may be the host's, whose directories are not there, or lead out of the
-    container's namespace (`/../…`): then what is left is the mount itself.
-    """
-    inside = PurePosixPath(path.lstrip("/"))
-    if ".." not in inside.parts:
-        yield from (mount / part for part in (inside, *inside.parents) if part != PurePosixPath("."))
-    yield mount
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -28,7 +28,7 @@ def machine_tree(
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return probe_machine(root / "proc", root / "sys")
+    return probe_machine(root)
 
 
 def test_a_machine_without_any_limit_has_its_physical_memory(tmp_path):
@@ -79,7 +79,7 @@ def test_a_limit_above_the_physical_memory_is_none(tmp_path):
 
 
 def test_a_system_without_proc_says_nothing_and_does_not_raise(tmp_path):
-    facts = probe_machine(tmp_path / "proc", tmp_path / "sys")
+    facts = probe_machine(tmp_path)
     assert (facts.host_memory_bytes, facts.host_memory_origin) == (None, "")
 
 
