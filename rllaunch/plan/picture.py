@@ -203,6 +203,7 @@ def _figure(heading: str, plans: Sequence[PlanPicture]) -> Figure:
             names_limit = is_last or plans[column + 1].limit(tier) != plan.limit(tier)
             _draw_panel(grid[row][column], plan, tier, regions, column_inches)
             _draw_limit(grid[row][column], plan, tier, _scale_end(plans, tier), names_limit)
+            _draw_peak(grid[row][column], plan, tier, _scale_end(plans, tier))
         _set_scale(grid[row][0], plans, tier, column_inches)
     for column, plan in enumerate(plans):
         _caption(grid[0][column], plan, column_inches)
@@ -233,7 +234,6 @@ def _draw_panel(axes: Axes, plan: PlanPicture, tier: Tier, regions: Sequence[str
                 positions, heights, 0.88, bottoms, color=colours[region], edgecolor="white", linewidth=0.4, zorder=2
             )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    _draw_peak(axes, positions, totals)
     if plan.excess(tier):
         assert plan.first_break is not None
         axes.bar(
@@ -313,8 +313,9 @@ def _draw_limit(axes: Axes, plan: PlanPicture, tier: Tier, scale_end: int, names
         )
 
 
-def _draw_peak(axes: Axes, positions: Sequence[float], totals: Sequence[int]) -> None:
-    """The highest bar's value, right above it."""
+def _draw_peak(axes: Axes, plan: PlanPicture, tier: Tier, scale_end: int) -> None:
+    """The highest bar's value, right above it, or above the limit if the line would cross it."""
+    positions, totals, limit = _positions(plan), plan.totals(tier), plan.limit(tier) or 0
     peak = max(totals, default=0)
     if not peak:
         return
@@ -323,7 +324,10 @@ def _draw_peak(axes: Axes, positions: Sequence[float], totals: Sequence[int]) ->
     side = "left" if x < 0.15 * positions[-1] else "right" if x > 0.85 * positions[-1] else "center"
     axes.annotate(
         f"peak {gib(peak)}",
-        (x + {"left": -0.45, "right": 0.45, "center": 0.0}[side], peak),
+        (
+            x + {"left": -0.45, "right": 0.45, "center": 0.0}[side],
+            limit if 0 <= limit - peak < 0.13 * scale_end else peak,
+        ),
         xytext=(0, 4),
         textcoords="offset points",
         ha=side,
@@ -438,8 +442,8 @@ def _legend(figure: Figure, regions: Sequence[str], plans: Sequence[PlanPicture]
         handles.append(Line2D([], [], color="#1a1a1a", linewidth=1.3, linestyle=(0, (5, 3)), label="limit"))
     if any(plan.first_break is not None for plan in plans):
         handles.append(Patch(facecolor="white", edgecolor=BREAK, hatch="////", label="over the limit"))
-    # A handle takes 0.45 inch, a letter 0.085: as many rows as that asks for, evenly filled.
-    inches = sum(0.45 + 0.085 * len(str(handle.get_label())) for handle in handles)
+    # A handle takes 0.37 inch, a letter 0.074: as many rows as that asks for, evenly filled.
+    inches = sum(0.37 + 0.074 * len(str(handle.get_label())) for handle in handles)
     rows = math.ceil(inches / (figure.get_figwidth() - 0.2))
     figure.legend(
         handles=handles,

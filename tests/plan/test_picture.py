@@ -128,7 +128,7 @@ def test_a_limit_far_away_is_said_and_does_not_squeeze_the_bars(tmp_path: Path) 
 
 @pytest.mark.usefixtures("matplotlib")
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("repeat", [1, 2, 3])
+@pytest.mark.parametrize("repeat", [1, 3])
 def test_no_two_labels_lie_on_each_other(count: int, repeat: int) -> None:
     """Every text that is drawn, against every other, in pixels; ticks and limits too."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
