@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -37,7 +38,7 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
                 ["model.vocabulary", "model.hf_checkpoint"],
             )
         return config
-    facts = dict(model.architecture)
+    facts = deepcopy(model.architecture)  # transformers completes nested facts in place
     model_type = facts.pop("model_type", None)
     if model_type is None:
         raise ConfigError(
