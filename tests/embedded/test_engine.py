@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rig import (
+    ALGORITHMS,
     LLAMA,
     MAX_PROMPT_TOKENS,
     QWEN3,
@@ -29,6 +30,7 @@ from rllaunch.backends.embedded.model import build_model
 from rllaunch.backends.embedded.tokenizer import EOS_ID, PAD_ID
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, HandoffOptions
+from rllaunch.run.rehearsal import shrink
 
 ARCHITECTURES = {"qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": QWEN3_MOE}
 # Neighbours that repeat (samples of one prompt), a prompt that comes back later, and four lengths.
@@ -95,6 +97,70 @@ def test_other_kinds_of_attention_are_served_from_the_same_cache(architecture: d
         expected = hf_logprobs(plain, request.prompt_ids_BP, request.prompt_lens_B, result.response_ids_BL)
     np.testing.assert_allclose(result.logprob_BL, expected.numpy() * result.mask_BL, rtol=0, atol=1e-5)
     assert result.mask_BL.sum() > 2 * len(TEXTS)
+
+
+NO_FLAT_CACHE: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"num_hidden_layers": 4, "num_hash_layers": 2, "compress_ratios": [0, 4, 128, 4]},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "nemotron_h": {},
+    "inkling_text": {},
+}
+FLAT_CACHE = ("qwen2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2")
+IN_SMALL = {
+    **{name: shrink({"model_type": name, **facts}, 13) for name, facts in NO_FLAT_CACHE.items()},
+    **{name: shrink({"model_type": name}, 13) for name in (*FLAT_CACHE, "llama", "qwen3", "qwen3_moe")},
+    "mamba": {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("architecture", IN_SMALL.values(), ids=IN_SMALL)
+def test_every_architecture_samples_from_the_distribution_of_a_plain_forward(
+    architecture: dict[str, Any], tmp_path: Path
+):
+    """Prompts of four lengths in one batch; the plain forward sees each row alone and without padding."""
+    # Answers longer than every window and compression of the small models.
+    engine = started_engine(tmp_path, architecture=architecture, rollout={"rollout_max_response_len": 12})
+    request = request_of(*TEXTS, response_len=12)
+    result = engine.generate(request)
+    with torch.no_grad():
+        plain = build_model(engine.context)
+        expected = hf_logprobs(plain, request.prompt_ids_BP, request.prompt_lens_B, result.response_ids_BL)
+    np.testing.assert_allclose(result.logprob_BL, expected.numpy() * result.mask_BL, rtol=0, atol=2e-5)
+    assert result.mask_BL.sum() > 2 * len(TEXTS)
+
+
+TRAINED = [(name, "grpo") for name in IN_SMALL] + [
+    (name, preset) for name in ("deepseek_v4", "qwen3_next") for preset in ALGORITHMS if preset != "grpo"
+]
+
+
+@pytest.mark.parametrize(("name", "preset"), TRAINED)
+def test_every_architecture_trains_and_its_log_probs_are_the_engines(name: str, preset: str, tmp_path: Path):
+    """Two cycles: the second samples with the trained weights, so what was sent is what was trained."""
+    context = make_context(
+        preset,
+        HandoffOptions(engine_weights="mirror"),
+        architecture=IN_SMALL[name],
+        rollout={"rollout_max_response_len": 8},
+    )
+    rig = Rig(context, tmp_path)
+    for _ in rig.run(cycles=2):
+        pass
+    assert all(m["logprob_diff"] < 5e-5 for m in rig.metrics), rig.metrics
+    assert all(m["grad_norm"] > 0 for m in rig.metrics)
+    before, after = build_model(context).named_parameters(), dict(rig.engine.model.named_parameters())
+    assert any(not torch.equal(p, after[n]) for n, p in before if p.requires_grad)
+    rig.shutdown()
+
+
+def test_a_model_without_a_flat_cache_books_the_cache_of_plain_attention(tmp_path: Path):
+    engine = EmbeddedEngine(make_context(architecture=IN_SMALL["qwen3_next"]), Slot(0, 0, "cpu", str(tmp_path)))
+    rows, tokens = 8, MAX_PROMPT_TOKENS + 4
+    assert engine.region_bytes()["kv_cache"] == 2 * 2 * rows * 2 * tokens * 32 * 4  # as in the test below, of two heads
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -427,14 +493,6 @@ def test_region_bytes_are_those_of_the_shapes(engine: EmbeddedEngine):
 
 def test_samples_are_spread_over_the_slots_rows(tmp_path: Path):
     assert started_engine(tmp_path, num_slots=3).max_rows == 3  # 8 samples on 3 engines
-
-
-@pytest.mark.parametrize(
-    "architecture", [{"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}]
-)
-def test_an_architecture_without_keys_and_values_is_refused(architecture: dict[str, Any], tmp_path: Path):
-    with pytest.raises(RunError, match="the embedded engine has no KV cache for mamba models"):
-        EmbeddedEngine(make_context(architecture=architecture), Slot(0, 0, "cpu", str(tmp_path)))
 
 
 def test_after_shutdown_nothing_is_booked(tmp_path: Path):

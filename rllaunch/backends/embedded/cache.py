@@ -28,35 +28,49 @@ class LayerShape:
     value_HD: tuple[int, int]
 
 
+def attends_by_token(model: nn.Module) -> bool:
+    """Whether each layer attends to keys and values of single tokens, any of which a mask can hide.
+
+    Such a model can be served from a `FlatCache` and run on padded batches. One with recurrent state, convolutions,
+    pooled tokens or an indexer cannot: its padding has an effect, and it caches something else.
+    """
+    config: Any = text_config(model)
+    attention = _first_attention(model)
+    has_kv_projections = hasattr(attention, "k_proj") or hasattr(attention, "qkv_proj")
+    return set(getattr(config, "layer_types", None) or ()) <= _SERVED_LAYERS and (
+        has_kv_projections or _has_latents(attention)
+    )
+
+
 def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
     """What each layer caches, from the model's config.
 
-    Raises:
-        RunError: the architecture caches something else than keys and values of tokens.
+    Of a model that does not attend by token (`attends_by_token`) it is what plain attention of its sizes would
+    cache, so that the region is there and of the usual size; nothing for a model without heads.
     """
     config: Any = text_config(model)
-    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
-    attention = next((m for name, m in model.named_modules() if name.endswith("layers.0.self_attn")), None)
-    has_kv_projections = hasattr(attention, "k_proj") or hasattr(attention, "qkv_proj")
-    has_latents = hasattr(attention, "kv_a_proj_with_mqa") and not hasattr(attention, "indexer")
-    if other_layers or not (has_kv_projections or has_latents):
-        reason = f"layers of type {', '.join(other_layers)}" if other_layers else "no attention with keys and values"
-        raise RunError(
-            f"the embedded engine has no KV cache for {config.model_type} models: {reason}",
-            "model.architecture",
-            "architectures with full, grouped, sliding-window or multi-head latent attention are served",
-        )
+    attention = _first_attention(model)
     num_layers: int = config.num_hidden_layers
-    if has_latents:
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return ()
+    if _has_latents(attention):
         if hasattr(attention, "expand_kv"):  # transformers >= 5.20 caches the latents, older ones what they expand to
             shape = LayerShape((1, config.kv_lora_rank), (1, config.qk_rope_head_dim))
         else:
-            heads = config.num_attention_heads
             shape = LayerShape((heads, config.qk_nope_head_dim + config.qk_rope_head_dim), (heads, config.v_head_dim))
         return (shape,) * num_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return (LayerShape((heads, head_dim), (heads, head_dim)),) * num_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return (LayerShape((kv_heads, head_dim), (kv_heads, head_dim)),) * num_layers
+
+
+def _first_attention(model: nn.Module) -> nn.Module | None:
+    return next((m for name, m in model.named_modules() if name.endswith("layers.0.self_attn")), None)
+
+
+def _has_latents(attention: nn.Module | None) -> bool:
+    return hasattr(attention, "kv_a_proj_with_mqa") and not hasattr(attention, "indexer")
 
 
 def cache_layout(shapes: Sequence[LayerShape], num_rows: int, num_tokens: int, dtype: torch.dtype) -> Layout:

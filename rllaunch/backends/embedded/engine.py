@@ -1,10 +1,9 @@
-"""The embedded rollout engine: samples from a `transformers` model with a KV cache allocated beforehand."""
+"""The embedded rollout engine: samples from a `transformers` model, with a KV cache allocated beforehand if it can."""
 
-# B rows, U unique prompts, P prompt tokens (left-padded), L response tokens, V vocabulary
+# B rows, P prompt tokens (left-padded), L response tokens, V vocabulary
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
-from rllaunch.backends.embedded.cache import FlatCache, cache_layout, layer_shapes
+from rllaunch.backends.embedded.cache import FlatCache, attends_by_token, cache_layout, layer_shapes
+from rllaunch.backends.embedded.decoding import CachedDecoder, Decoder, WholeDecoder
 from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
 from rllaunch.backends.embedded.layout import Layout, checksum, dtype_of, lay_out, move_parameters, nbytes_of
 from rllaunch.backends.embedded.model import build_model, engine_dtype, special_ids
@@ -72,12 +72,15 @@ class EmbeddedEngine:
         self.model.requires_grad_(False)
         self.model.to(self.slot.device)
         self._weights = self._layouts["weights"].views(self._buffers["weights"])
-        self._cache = FlatCache(self._layouts["kv_cache"], self._buffers["kv_cache"])
         self._workspace = self._layouts["cuda_graph"].views(self._buffers["cuda_graph"])
+        self._decoder = self._make_decoder()
         self.pad_id, self._eos_ids = special_ids(self.model)
-        # transformers 5.24 renamed it and drops the old name in 5.40.
-        arguments = inspect.signature(type(self.model).forward).parameters
-        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
+
+    def _make_decoder(self) -> Decoder:
+        if not attends_by_token(self.model):
+            return WholeDecoder(self.model)
+        cache = FlatCache(self._layouts["kv_cache"], self._buffers["kv_cache"])
+        return CachedDecoder(self.model, cache, self._workspace["attended"])
 
     # -- handoff -----------------------------------------------------------------------------------
 
@@ -192,8 +195,7 @@ class EmbeddedEngine:
     def _generate(
         self, prompt_ids_BP: IntArray, prompt_lens_B: IntArray, uniform_BL: FloatArray | None
     ) -> tuple[IntArray, FloatArray, FloatArray]:
-        B, P = prompt_ids_BP.shape
-        L = self.response_len
+        B, L = len(prompt_ids_BP), self.response_len
         work = self._workspace
         device = self.slot.device
         ids_BL, logp_BL, mask_BL = work["ids"][:B], work["logprobs"][:B], work["mask"][:B]
@@ -202,36 +204,13 @@ class EmbeddedEngine:
         mask_BL.zero_()
         if uniform_BL is not None:
             work["uniform"][:B].copy_(torch.from_numpy(np.ascontiguousarray(uniform_BL)))
-        # The samples of a prompt are adjacent: its tokens run through the model once.
-        is_new = np.concatenate(([True], (prompt_ids_BP[1:] != prompt_ids_BP[:-1]).any(axis=1)))
-        prompt_of_row_B = torch.from_numpy(np.cumsum(is_new) - 1).to(device)
-        unique_UP = torch.from_numpy(prompt_ids_BP[is_new]).to(device)
-        lens_B = torch.from_numpy(prompt_lens_B).to(device)
-        is_padded = bool((prompt_lens_B != P).any())
-        attended_BT = work["attended"][:B]
-        attended_BT.fill_(1)
-        if is_padded:
-            attended_BT[:, :P] = (torch.arange(P, device=device) >= P - lens_B[:, None]).to(attended_BT.dtype)
-        self._cache.start(B, prompt_of_row_B)
+        prompts = torch.from_numpy(prompt_ids_BP), torch.from_numpy(prompt_lens_B)
+        self._decoder.start(*(t.to(device) for t in prompts))
         temperature = self.context.config.rollout.rollout_temperature
         alive_B = torch.ones(B, dtype=torch.bool, device=device)
         eos = torch.tensor(sorted(self._eos_ids), dtype=torch.long, device=device)
-        step_ids, mask, positions = unique_UP, None, None
-        if is_padded:
-            mask = attended_BT[:, :P][is_new]
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)
         for t in range(L):
-            out = self.model(
-                input_ids=step_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._cache_argument: self._cache},
-            )
-            logits_BV = out.logits[:, -1].float()
-            if t == 0:
-                logits_BV = logits_BV[prompt_of_row_B]
+            logits_BV = self._decoder.next_logits(ids_BL[:, :t])
             if uniform_BL is None:
                 logp_BV = torch.log_softmax(logits_BV, -1)
                 token_B = logits_BV.argmax(-1)
@@ -248,10 +227,6 @@ class EmbeddedEngine:
             alive_B = alive_B & ~torch.isin(token_B, eos)
             if t + 1 == L or not bool(alive_B.any()):
                 break
-            step_ids = ids_BL[:, t : t + 1]
-            if is_padded:
-                mask = attended_BT[:, : P + t + 1]
-                positions = (lens_B + t)[:, None]
         # Copies first: torch never again resizes a storage that numpy has seen, and this one must be freed.
         ids, logprobs, masks = (t.to("cpu", copy=True).numpy() for t in (ids_BL, logp_BL, mask_BL))
         return ids, logprobs, masks

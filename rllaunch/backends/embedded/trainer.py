@@ -38,6 +38,8 @@ from rllaunch.backends.base import (
     TrainMetrics,
     WeightSink,
 )
+from rllaunch.backends.embedded.cache import attends_by_token
+from rllaunch.backends.embedded.decoding import rows_by
 from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
 from rllaunch.backends.embedded.layout import Layout, dtype_name, lay_out, move_parameters
 from rllaunch.backends.embedded.model import build_critic, build_model, engine_dtype
@@ -174,6 +176,7 @@ class EmbeddedTrainer:
         self.models = build_models(self.context)
         for model in self.models.values():
             model.eval().to(self.slot.device)
+        self._takes_padding = attends_by_token(self.models["actor"])
         for region in BACKED_UP:
             self._buffers[region].allocate()
         named = {f"{role}.{n}": p for role, m in self.models.items() for n, p in m.named_parameters()}
@@ -298,7 +301,8 @@ class EmbeddedTrainer:
         work["mask"].copy_(torch.from_numpy(batch.mask_BL))
         work["old_logp"].copy_(torch.from_numpy(batch.logprob_BL))
         self._is_padded = bool((batch.prompt_lens_B != P).any())
-        self._prompt_width = P
+        self._prompt_width: int = P
+        self._prompt_lens_B = torch.from_numpy(batch.prompt_lens_B)
 
     def _set_advantages(self, work: dict[str, Tensor], batch: TrainBatch) -> None:
         algorithm = self.context.config.algorithm
@@ -418,30 +422,41 @@ class EmbeddedTrainer:
 
     def _logprobs(self, role: str, work: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
         ids_bT, P = work["ids"][rows], self._prompt_width
-        L = ids_bT.shape[1] - P
-        out = self.models[role](input_ids=ids_bT[:, :-1], logits_to_keep=L, use_cache=False, **self._mask(work, rows))
+        L, begin = ids_bT.shape[1] - P, self._begin(rows)
+        out = self.models[role](
+            input_ids=ids_bT[:, begin:-1], logits_to_keep=L, use_cache=False, **self._mask(work, rows)
+        )
         temperature = self.context.config.rollout.rollout_temperature
         return token_logprobs(out.logits, ids_bT[:, P:], temperature)
 
     def _values(self, work: dict[str, Tensor], rows: Tensor) -> Tensor:
         """Value before each response token: what the critic says after the token before it."""
-        ids_bT, P = work["ids"][rows], self._prompt_width
+        ids_bT, P, begin = work["ids"][rows], self._prompt_width, self._begin(rows)
         mask = self._mask(work, rows)
         values_bT: Tensor = self.models["critic"](
-            ids_bT[:, :-1], attention_mask_BT=mask.get("attention_mask"), position_ids_BT=mask.get("position_ids")
+            ids_bT[:, begin:-1], attention_mask_BT=mask.get("attention_mask"), position_ids_BT=mask.get("position_ids")
         )
-        return values_bT[:, P - 1 :]
+        return values_bT[:, P - 1 - begin :]
 
     def _mask(self, work: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
         """Nothing where no prompt is padded: then attention is plainly causal, and faster."""
-        if not self._is_padded:
+        if not self._is_padded or not self._takes_padding:
             return {}
         attended_bT = work["attended"][rows][:, :-1]
         return {"attention_mask": attended_bT, "position_ids": (attended_bT.cumsum(-1) - 1).clamp(min=0)}
 
+    def _begin(self, rows: Tensor) -> int:
+        """The first column of a micro-batch that the models read; the padding before it is cut off if it must be."""
+        return 0 if self._takes_padding else self._prompt_width - int(self._prompt_lens_B[rows[0]])
+
     def _micro_batches(self, rows: Tensor) -> Iterator[Tensor]:
+        """Rows in batches of at most `micro_batch_size`, of equal prompts' length where a model takes no padding."""
         size = self.context.config.trainer.micro_batch_size or max(1, len(rows))
-        yield from torch.split(rows, size)
+        if self._takes_padding:
+            yield from torch.split(rows, size)
+            return
+        for _, members in rows_by(self._prompt_lens_B[rows]):
+            yield from torch.split(rows[members], size)
 
     def _clip(self) -> Tensor:
         norms = [torch.linalg.vector_norm(grad) for grad in self._grads.values()]
