@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from rllaunch.errors import ScheduleError
-from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.schema import LaunchConfig, RegionName
 
 Order = Literal["cpu", "gpu"]
 Weights = Literal["mirror", "discard", "resident"]
 Buffers = Literal["retained", "fresh", "shared"]
 When = Literal["always", "save", "eval"]
 Tier = Literal["gpu", "host"]
-Region = Literal["weights", "kv_cache", "cuda_graph", "params", "optimizer", "grads", "activations", "update_bucket"]
+Region = RegionName
 REGIONS: tuple[Region, ...] = get_args(Region)
 ENGINE_REGIONS: tuple[Region, ...] = ("weights", "kv_cache", "cuda_graph")
 BACKED_UP: tuple[Region, ...] = ("params", "optimizer")

@@ -17,9 +17,9 @@ class StepBytes:
     """Bytes at the end of a step, and the most within it.
 
     Args:
-        gpu: region → bytes on the device at the end of the step.
-        host: region → bytes on the host at the end of the step; a shared arena is `arena`.
-        bytes_moved: copied between GPU and host; what an update sends is not in it.
+        gpu: region → bytes on the device at the end of the step; what is always there is `static`.
+        host: the same on the node, of all its slots together; a shared arena is `arena`.
+        bytes_moved: copied between one GPU and the host; what an update sends is not in it.
         gpu_fullest, host_fullest: the regions at the fullest moment within the step.
     """
 
@@ -43,13 +43,30 @@ class StepBytes:
 
 
 class Ledger:
-    """Bytes of every region while a schedule is walked; `apply` one step at a time."""
+    """Bytes of every region while a schedule is walked; `apply` one step at a time.
 
-    def __init__(self, schedule: Schedule, sizes: Mapping[Region, int]) -> None:
+    Args:
+        sizes: region → bytes on one GPU when resident.
+        static_gpu: bytes of one GPU that are in use all the time.
+        static_host: bytes of one node that are in use all the time, of all its processes together.
+        slots_per_node: GPUs that share one host, each with its own copies there.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        sizes: Mapping[Region, int],
+        *,
+        static_gpu: int = 0,
+        static_host: int = 0,
+        slots_per_node: int = 1,
+    ) -> None:
         self.options = schedule.options
         self.sizes = dict(sizes)
-        self.gpu: dict[str, int] = {r: self.sizes.get(r, 0) for r in ENGINE_REGIONS}
-        self.host: dict[str, int] = {}
+        self.slots_per_node = slots_per_node
+        self.gpu: dict[str, int] = {"static": static_gpu} if static_gpu else {}
+        self.gpu |= {r: self.sizes.get(r, 0) for r in ENGINE_REGIONS}
+        self.host: dict[str, int] = {"static": static_host} if static_host else {}
         self.arena_bytes = 0
         if self.options.buffers == "shared" and self.options.offload_train:
             backup = sum(self.sizes.get(r, 0) for r in BACKED_UP)
@@ -73,7 +90,8 @@ class Ledger:
                     self.gpu.pop(region, None)
             elif op.action == "alloc":
                 # The arena is mapped whole at its first use and stays for the run.
-                self.host.update({"arena": self.arena_bytes} if self.arena_bytes else {region: size})
+                name, size = ("arena", self.arena_bytes) if self.arena_bytes else (region, size)
+                self.host[name] = size * self.slots_per_node
             elif op.action == "free" and not self.arena_bytes:
                 self.host.pop(region, None)
             if op.action != "alloc":
@@ -100,10 +118,17 @@ def _total(regions: Mapping[str, int]) -> int:
 
 
 def price(
-    schedule: Schedule, sizes: Mapping[Region, int], *, save: bool = True, evaluate: bool = True
+    schedule: Schedule,
+    sizes: Mapping[Region, int],
+    *,
+    save: bool = True,
+    evaluate: bool = True,
+    static_gpu: int = 0,
+    static_host: int = 0,
+    slots_per_node: int = 1,
 ) -> list[StepBytes]:
-    """Bytes of start-up and of the first cycle under `sizes`, region → bytes when resident."""
-    ledger = Ledger(schedule, sizes)
+    """Bytes of start-up and of the first cycle; the arguments are those of `Ledger`."""
+    ledger = Ledger(schedule, sizes, static_gpu=static_gpu, static_host=static_host, slots_per_node=slots_per_node)
     phases: Iterable[tuple[str, Iterable[Step]]] = (
         ("init", schedule.init),
         ("cycle", schedule.steps(save=save, evaluate=evaluate)),

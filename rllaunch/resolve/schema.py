@@ -19,6 +19,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 PeakDevice = Literal["cpu", "gpu", "auto"]
 TrainBuffers = Literal["retained", "fresh", "shared", "auto"]
 EngineWeights = Literal["mirror", "discard", "auto"]
+RegionName = Literal[
+    "weights", "kv_cache", "cuda_graph", "params", "optimizer", "grads", "activations", "update_bucket"
+]
 
 
 @dataclass(frozen=True)
@@ -264,12 +267,19 @@ class Run(Section):
 
 
 class Pools(Section):
-    """Capacities of the embedded backend's memory pools."""
+    """The embedded backend's memory pools: capacities, and what a rehearsal of a larger launch books in them."""
 
     device_capacity_bytes: int | None = Field(default=None, ge=1)
     """Bytes of one device pool, shared by the trainer rank and the engine on it; unset: no limit."""
     host_capacity_bytes: int | None = Field(default=None, ge=1)
     """Bytes of a node's host pool; unset: no limit."""
+    region_bytes: dict[RegionName, Annotated[int, Field(ge=0)]] = {}
+    """Bytes each region is given at least, by name, as a rehearsal of a larger launch sets them; regions: `weights`,
+    `kv_cache`, `cuda_graph`, `params`, `optimizer`, `grads`, `activations`, `update_bucket`."""
+    device_static_bytes: int = Field(default=0, ge=0)
+    """Bytes of a device pool that are in use all the time: processes, contexts, buffers."""
+    host_static_bytes: int = Field(default=0, ge=0)
+    """Bytes of a node's host pool that are in use all the time: processes, contexts, buffers."""
 
 
 class SGLang(PassThrough):

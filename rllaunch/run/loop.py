@@ -111,9 +111,14 @@ class Loop:
         self.workers = workers
         self.record = record
         self.watcher = watcher
-        self.slots_per_node = slots_per_node
         self.progress = Progress()
-        self.plan = Ledger(schedule, workers.region_bytes())
+        self.plan = Ledger(
+            schedule,
+            workers.region_bytes(),
+            static_gpu=config.pools.device_static_bytes,
+            static_host=config.pools.host_static_bytes,
+            slots_per_node=slots_per_node,
+        )
         self._seconds: dict[str, float] = {}
         self._update_bytes = 0
         # The end of a cycle that waits to travel with the next cycle's first call, and its rollout.
@@ -231,9 +236,9 @@ class Loop:
             "host_peak_bytes": memory.host_peak_bytes,
             "planned_bytes_moved": planned.bytes_moved,
             "planned_gpu_bytes": planned.gpu_total,
-            "planned_host_bytes": planned.host_total * self.slots_per_node,
+            "planned_host_bytes": planned.host_total,
             "planned_gpu_peak_bytes": planned.gpu_peak,
-            "planned_host_peak_bytes": planned.host_peak * self.slots_per_node,
+            "planned_host_peak_bytes": planned.host_peak,
         }
         for what in ("gpu_bytes", "host_bytes", "gpu_peak_bytes", "host_peak_bytes"):
             measured, expected = row[what], row[f"planned_{what}"]

@@ -20,7 +20,7 @@ from rllaunch.backends.embedded.layout import Layout, checksum, dtype_of, lay_ou
 from rllaunch.backends.embedded.model import build_model, engine_dtype, special_ids
 from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
 from rllaunch.backends.embedded.shared_file import SharedFile
-from rllaunch.backends.embedded.sizes import arena_bytes, read_memory
+from rllaunch.backends.embedded.sizes import arena_bytes, padded_bytes, read_memory
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, Region
 
@@ -53,16 +53,16 @@ class EmbeddedEngine:
         }
         # What a full update sends, or with LoRA only the adapters: exactly these names must come.
         self._sent = {n for n, p in meta.named_parameters() if p.requires_grad}
+        self._sizes = padded_bytes(context, {r: layout.nbytes for r, layout in self._layouts.items()})
         self._device_pool, self._host_pool = open_pools(context, slot)
         device = slot.device
         self._buffers = {
-            r: FlatBuffer(self._device_pool, self._owner, r, layout.nbytes, device)
-            for r, layout in self._layouts.items()
+            r: FlatBuffer(self._device_pool, self._owner, r, nbytes, device) for r, nbytes in self._sizes.items()
         }
         self._copies = self._host_copies()
 
     def region_bytes(self) -> Mapping[Region, int]:
-        return {r: layout.nbytes for r, layout in self._layouts.items()}
+        return self._sizes
 
     def start(self) -> None:
         for buffer in self._buffers.values():
@@ -116,7 +116,7 @@ class EmbeddedEngine:
         options = self.context.options
         if not options.has_mirror:
             return None
-        sizes: dict[Region, int] = {"weights": self._layouts["weights"].nbytes}
+        sizes: dict[Region, int] = {"weights": self._sizes["weights"]}
         pinned = self.slot.device != "cpu"
         if options.buffers == "shared" and options.offload_train:
             arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)

@@ -26,7 +26,7 @@ _MAGIC = b"RLLPOOL1"
 _HEADER = struct.Struct("<8s64sq")  # magic, name, capacity (-1: no limit)
 _STATE = struct.Struct("<qq")  # peak, rows ever used (those after them are free)
 _ENTRY = struct.Struct("<48s24sq")  # owner (empty: the row is free), region, bytes
-# A device pool has at most eleven rows and a host pool four per slot of the node, so this serves 64 slots.
+# A device pool has at most twelve rows, a host pool one and four per slot of the node: this serves 63 slots.
 _NUM_ENTRIES = 256
 _FIRST_ROW = _HEADER.size + _STATE.size
 _FILE_BYTES = _FIRST_ROW + _NUM_ENTRIES * _ENTRY.size
@@ -252,11 +252,17 @@ def host_pool_path(slot: Slot) -> Path:
 
 
 def open_pools(context: LaunchContext, slot: Slot) -> tuple[Pool, Pool]:
-    """The slot's device pool and its node's host pool, created by whichever process asks first."""
+    """The slot's device pool and its node's host pool, created by whichever process asks first.
+
+    What is in use all the time is booked in both for good: it belongs to no process that could release it.
+    """
     pools = context.config.pools
     Path(slot.ledger_dir).mkdir(parents=True, exist_ok=True)
     device = Pool.open_or_create(device_pool_path(slot), f"device-{slot.index}", pools.device_capacity_bytes)
     host = Pool.open_or_create(host_pool_path(slot), f"host-{slot.node}", pools.host_capacity_bytes)
+    for pool, nbytes in ((device, pools.device_static_bytes), (host, pools.host_static_bytes)):
+        if nbytes:
+            pool.charge_once("static", "static", nbytes)
     return device, host
 
 

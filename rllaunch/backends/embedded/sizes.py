@@ -1,12 +1,24 @@
-"""What both sides of a slot must know of each other: the shared arena's size, and the books' reading."""
+"""What both sides of a slot must agree on: the sizes of regions and of the shared arena, and the books' reading."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rllaunch.backends.base import LaunchContext, MemoryReading
 from rllaunch.backends.embedded.host_copies import HostCopies
 from rllaunch.backends.embedded.layout import lay_out
 from rllaunch.backends.embedded.model import build_model, engine_dtype
 from rllaunch.backends.embedded.pool import Pool
+from rllaunch.plan.handoff import BACKED_UP, Region
+
+
+def padded_bytes(context: LaunchContext, needed: Mapping[Region, int]) -> dict[Region, int]:
+    """Bytes each region takes: what its content needs, or more if `pools.region_bytes` says so.
+
+    The content lies at the start of a padded region; what follows is moved, copied and counted with it.
+    """
+    given = context.config.pools.region_bytes
+    return {region: max(nbytes, given.get(region, 0)) for region, nbytes in needed.items()}
 
 
 def arena_bytes(context: LaunchContext) -> int:
@@ -15,8 +27,15 @@ def arena_bytes(context: LaunchContext) -> int:
 
     layouts = trainer_layouts(context)
     engine = build_model(context, dtype=engine_dtype(context), device="meta")
-    mirror = lay_out([("engine", engine.named_parameters())]).nbytes if context.options.has_mirror else 0
-    return max(layouts.params.nbytes + layouts.optimizer.nbytes, mirror)
+    sizes = padded_bytes(
+        context,
+        {
+            "params": layouts.params.nbytes,
+            "optimizer": layouts.optimizer.nbytes,
+            "weights": lay_out([("engine", engine.named_parameters())]).nbytes,
+        },
+    )
+    return max(sum(sizes[r] for r in BACKED_UP), sizes["weights"] if context.options.has_mirror else 0)
 
 
 def read_memory(device: Pool, host: Pool, copies: HostCopies | None) -> MemoryReading:

@@ -45,7 +45,7 @@ from rllaunch.backends.embedded.layout import Layout, dtype_name, lay_out, move_
 from rllaunch.backends.embedded.model import build_critic, build_model, engine_dtype
 from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
 from rllaunch.backends.embedded.shared_file import SharedFile
-from rllaunch.backends.embedded.sizes import arena_bytes, read_memory
+from rllaunch.backends.embedded.sizes import arena_bytes, padded_bytes, read_memory
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import BACKED_UP, Region
 
@@ -134,13 +134,15 @@ class EmbeddedTrainer:
         self.slot = slot
         self.layouts = trainer_layouts(context)
         self._owner = f"trainer-{slot.index}"
+        self._buckets = list(_buckets(context, self.layouts.sent))
+        layouts = self._region_layouts()
+        needed: dict[Region, int] = {r: layout.nbytes for r, layout in layouts.items()}
+        self._sizes = padded_bytes(context, needed | {"update_bucket": max(b.nbytes for b in self._buckets)})
         self._device_pool, self._host_pool = open_pools(context, slot)
         self._buffers: dict[Region, FlatBuffer] = {
-            region: FlatBuffer(self._device_pool, self._owner, region, layout.nbytes, slot.device)
-            for region, layout in self._region_layouts().items()
+            r: FlatBuffer(self._device_pool, self._owner, r, self._sizes[r], slot.device) for r in layouts
         }
         self._copies = self._host_copies()
-        self._buckets = list(_buckets(context, self.layouts.sent))
         self._bucket_file: SharedFile | None = None
         self._num_steps = 0
         self._world = 1
@@ -157,8 +159,7 @@ class EmbeddedTrainer:
         }
 
     def region_bytes(self) -> Mapping[Region, int]:
-        sizes: dict[Region, int] = {r: layout.nbytes for r, layout in self._region_layouts().items()}
-        return sizes | {"update_bucket": max(b.nbytes for b in self._buckets)}
+        return self._sizes
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class EmbeddedTrainer:
         options = self.context.options
         if not options.offload_train:
             return None
-        sizes: dict[Region, int] = {r: self._region_layouts()[r].nbytes for r in BACKED_UP}
+        sizes: dict[Region, int] = {r: self._sizes[r] for r in BACKED_UP}
         pinned = self.slot.device != "cpu"
         if options.buffers == "shared":
             arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)
@@ -490,7 +491,7 @@ class EmbeddedTrainer:
         else:
             assert self._copies is not None, "offloaded parameters have a host copy"
             params = self._copies.read("params")
-        nbytes = self.region_bytes()["update_bucket"]
+        nbytes = self._sizes["update_bucket"]
         sink.begin_weight_update(version)
         self._device_pool.charge(self._owner, "update_bucket", nbytes)
         try:
@@ -519,14 +520,17 @@ class EmbeddedTrainer:
         for region in BACKED_UP:
             if not self._buffers[region].is_resident:
                 raise RunError(f"{self._owner}: save while {region} is offloaded", "", "save before the trainer sleeps")
-        state = {
-            "params": self._buffers["params"].bytes.cpu(),
-            "optimizer": self._buffers["optimizer"].bytes.cpu(),
+        state: dict[str, Any] = {
+            **{region: _own_storage(self._content(region).cpu()) for region in BACKED_UP},
             "num_steps": self._num_steps,
             "layout": self.layouts.params.fingerprint(),
         }
         torch.save(state, Path(directory) / "trainer.pt")
         self._export(Path(directory) / "hf")
+
+    def _content(self, region: Region) -> Tensor:
+        """The bytes of a region without its padding."""
+        return self._buffers[region].bytes[: self._region_layouts()[region].nbytes]
 
     def _export(self, directory: Path) -> None:
         """The actor as transformers loads it, adapters merged."""
@@ -551,8 +555,8 @@ class EmbeddedTrainer:
                 directory,
                 "resume with the model, the vocabulary and the LoRA rank it was made with",
             )
-        self._buffers["params"].bytes.copy_(state["params"])
-        self._buffers["optimizer"].bytes.copy_(state["optimizer"])
+        for region in BACKED_UP:
+            self._content(region).copy_(state[region])
         self._num_steps = state["num_steps"]
         for flat in self._flat.values():
             self.optimizer.state[flat]["step"].fill_(self._num_steps)
@@ -592,6 +596,11 @@ def _piece(flat_bytes: Tensor, piece: TensorSlice) -> Tensor:
     dtype: torch.dtype = getattr(torch, piece.dtype)
     size = math.prod(piece.shape) * dtype.itemsize
     return flat_bytes[piece.offset : piece.offset + size].view(dtype).view(piece.shape)
+
+
+def _own_storage(flat: Tensor) -> Tensor:
+    """The tensor on a storage of its size: torch saves whole storages, padding and all."""
+    return flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()
 
 
 def _accumulate_into(parameter: nn.Parameter, grad: Tensor) -> None:
