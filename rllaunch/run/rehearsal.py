@@ -44,6 +44,7 @@ _LIMITS = {
     "o_groups": 2,
     "o_lora_rank": 8,
     "hc_mult": 2,
+    "hc_sinkhorn_iters": 4,
     # gated delta net
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
