@@ -1,7 +1,7 @@
 """Facts of released models under the names of their `config.json`, and how many parameters they have.
 
-The numbers were counted by transformers 5.23.0 on the meta device and agree with the published totals. MTP layers,
-vision and audio towers, and the correction biases of routers are not in them.
+The numbers were counted by transformers 5.23.0 on the meta device and agree with a closed form. MTP layers, vision
+and audio towers, and the correction biases of routers are not in them.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ MODELS: dict[str, Model] = {
     ),
     # Qwen/Qwen3.5-27B
     "qwen3.5-27b": Model(
-        "radixark/miles@31f1ca9 scripts/models/qwen3.5-27B.py",
+        "radixark/miles@31f1ca9 scripts/models/qwen3.5-27B.py; linear key heads: class default of transformers",
         26895998464,
         {
             "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120, "num_attention_heads": 24,
@@ -394,7 +394,7 @@ MODELS: dict[str, Model] = {
     ),
     # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
     "nemotron-3-nano-30b-a3b": Model(
-        "radixark/miles@31f1ca9 scripts/models/nemotron-3-nano-30b-a3b.py; transformers 5.23.0 models/nemotron_h",
+        "radixark/miles@31f1ca9 scripts/models/nemotron-3-nano-30b-a3b.py; assumed: layer pattern and Mamba sizes",
         31577937344,
         {
             "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "num_attention_heads": 32,

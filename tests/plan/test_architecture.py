@@ -247,6 +247,15 @@ def test_a_linear_layer_is_cut_by_its_heads(name: str, module: str):
     assert set(weights.values()) == {"column"}
 
 
+def test_a_bias_is_cut_with_the_outputs_it_belongs_to():
+    cut = {w.name: w.split for w in read_small("gpt_oss").layers[0].weights if w.name.endswith(("bias", "sinks"))}
+    assert cut == {
+        "self_attn.sinks": "column", "self_attn.q_proj.bias": "column", "self_attn.k_proj.bias": "column",
+        "self_attn.v_proj.bias": "column", "self_attn.o_proj.bias": "none", "mlp.router.bias": "none",
+        "mlp.experts.gate_up_proj_bias": "column", "mlp.experts.down_proj_bias": "none",
+    }  # fmt: skip
+
+
 def test_experts_are_the_routed_ones_and_know_their_number():
     layer = read_small("deepseek_v3").layers[-1]
     assert {w.name: (w.copies, w.shape, w.split) for w in layer.weights if w.is_expert} == {
@@ -346,6 +355,14 @@ def test_a_linear_layer_keeps_the_state_transformers_keeps(name: str):
     assert layer.state_elements == recurrent.numel() + inputs_before
 
 
+def test_short_convolutions_keep_the_inputs_transformers_keeps():
+    filled = build(SMALL["inkling_text"], "cpu")(torch.ones(1, 9, dtype=torch.long), use_cache=True).past_key_values
+    for layer, cached in zip(read_small("inkling_text").layers, filled.layers, strict=True):
+        states = cached.conv_states.values() if isinstance(cached.conv_states, dict) else cached.conv_states
+        assert len(states) == 4
+        assert layer.state_elements == sum(s.numel() // s.shape[-1] * 3 for s in states)
+
+
 def state_of(states: Any) -> torch.Tensor:
     """Of the one state that a layer has, however the cache wraps it."""
     while not isinstance(states, torch.Tensor):
@@ -371,6 +388,10 @@ def test_mtp_layers_are_counted_from_the_fact_or_the_class_default():
     assert number("qwen3_5_text") == 0
     assert number("qwen3_5_text", mtp_num_hidden_layers=2) == 2
     assert number("inkling_text", num_mtp_layers=3) == 3
+    listed = read_architecture({**SMALL["inkling_text"], "num_mtp_layers": 3, "mtp_local_layer_ids": [1]}).mtp
+    config = AutoConfig.for_model("inkling_text", num_mtp_layers=3, mtp_local_layer_ids=[1])
+    named = {"hybrid": "mtp+full_attention+dense", "hybrid_sliding": "mtp+sliding_attention+dense"}
+    assert [layer.kind for layer in listed] == [named[kind] for kind in config.mtp_layer_types]
     (joined,) = read_architecture({**SMALL["nemotron_h"], "num_nextn_predict_layers": 1}).mtp
     assert joined.kind == "mtp+full_attention+moe"
 
