@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rllaunch.console import gib
 from rllaunch.errors import EnvironmentProblem, UsageError
+from rllaunch.units import gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from doctor_cases import resolved_of
 
-from rllaunch.console import gib
 from rllaunch.doctor.engine import builtin_rules, diagnose, exit_code
 from rllaunch.doctor.finding import Finding
 from rllaunch.doctor.rules.backends import build_lacks, is_installed
@@ -27,6 +26,7 @@ from rllaunch.doctor.rules.run_dir import check_disk, check_run_dir
 from rllaunch.doctor.rules.shared_memory import check_shared_memory
 from rllaunch.resolve.detect import MachineFacts, probe_machine
 from rllaunch.resolve.limits import host_limit, ray_total
+from rllaunch.units import gib
 
 CPU = {
     "model.dtype": "float32",

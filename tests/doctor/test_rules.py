@@ -37,7 +37,8 @@ def test_a_case_is_found_with_its_whole_text_and_nothing_else_is(
 
 
 def test_every_configuration_rule_has_a_bad_case_and_a_good_one() -> None:
-    codes = {rule.code for rule in builtin_rules() if not rule.probes}
+    # Those about memory need a whole launch: tests/doctor/test_fits.py.
+    codes = {rule.code for rule in builtin_rules() if not rule.probes and rule.code >= "RL3"}
     bad = {case.code for case in BAD}
     good = {case.code for case in ALL if not case.findings}
     assert len(codes) >= 26
@@ -49,7 +50,7 @@ def test_every_rule_says_why_and_where_that_is_known_from() -> None:
     for rule in builtin_rules():
         assert rule.name, rule.code
         assert len(rule.reason) > 30, rule.code
-        assert re.fullmatch(r"RL[35]\d\d", rule.code)
+        assert re.fullmatch(r"RL[235]\d\d", rule.code)
         assert rule.probes == rule.code.startswith("RL5")
 
 

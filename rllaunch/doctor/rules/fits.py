@@ -115,6 +115,8 @@ def _check_headroom(resolved: Resolved) -> Iterator[Finding]:
         fix = (
             ", or ".join(told(way, tier) for way in ways) or "a forecast is no closer than this; watch the first cycle"
         )
+        if tier == "host":
+            text += f"\nRay ends workers at {RAY_THRESHOLD:.0%} of a node unless RAY_memory_usage_threshold says more"
         yield HEADROOM.finding("warning", resolved, text, [key], fix)
 
 
@@ -246,7 +248,8 @@ def _check_ray(resolved: Resolved) -> Iterator[Finding]:
     except ValueError:
         return
     peak = plan.peak("host")
-    if peak > threshold * limit:
+    # Where less than the usual share is free, RL203 has said so.
+    if peak > threshold * limit and (peak <= (1 - TIGHT) * limit or threshold > 1 - TIGHT):
         share = min(0.99, int(peak / limit * 100 + 1.5) / 100)
         yield RAY.finding(
             "warning",

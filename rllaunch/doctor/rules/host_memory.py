@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rllaunch.console import gib
 from rllaunch.doctor.finding import Finding, Level, Rule
 from rllaunch.doctor.rules.cluster import ray_address
 from rllaunch.resolve.limits import ROOT, HostLimit, describe, host_limits, ray_kill_threshold, ray_total
 from rllaunch.resolve.origins import Resolved
+from rllaunch.units import gib
 
 if TYPE_CHECKING:
     from rllaunch.resolve.detect import MachineFacts
