@@ -158,7 +158,7 @@ def _picture(candidate: Candidate, is_chosen: bool) -> Any:
     broken = plan.first_break
     return PlanPicture(
         candidate.label,
-        [StepPicture(s.phase, s.name, _regions(plan, s, "gpu"), _regions(plan, s, "host")) for s in plan.steps],  # type: ignore[arg-type]
+        [StepPicture(s.phase, s.name, _regions(s, "gpu"), _regions(s, "host")) for s in plan.steps],  # type: ignore[arg-type]
         plan.limits.gpu,
         plan.limits.host,
         broken.index if broken else None,
@@ -166,11 +166,15 @@ def _picture(candidate: Candidate, is_chosen: bool) -> Any:
     )
 
 
-def _regions(plan: MemoryPlan, step: PlannedStep, tier: Tier) -> dict[str, int]:
-    """Regions by name, and all that is always there as one."""
-    parts, always = (step.gpu, plan.sizes.static_gpu) if tier == "gpu" else (step.host, plan.sizes.static_host)
-    moving = {name: size for name, size in parts.items() if name not in always}
-    return moving | {"static": sum(always.values())}
+# What stands beside the regions in every step, drawn as one.
+_STATIC = {"trainer_residual", "engine_residual", "nccl", "processes", "distributed", "update_heap", "object_store"}
+
+
+def _regions(step: PlannedStep, tier: Tier) -> dict[str, int]:
+    """Regions by name, and what is always there as one."""
+    parts = step.gpu if tier == "gpu" else step.host
+    moving = {name: size for name, size in parts.items() if name not in _STATIC}
+    return moving | {"static": sum(size for name, size in parts.items() if name in _STATIC)}
 
 
 def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
