@@ -12,7 +12,7 @@ import pytest
 from rllaunch.backends.base import MemoryReading, StepResult
 from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import HandoffOptions, Region, build_schedule
-from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.schema import LaunchConfig, Pools
 from rllaunch.run.loop import Loop
 from rllaunch.run.record import RunDirectory
 
@@ -29,9 +29,10 @@ class Workers:
         self.record = record
         self.stop_at = stop_at
         self.calls: list[tuple[tuple[str, ...], int | None, int]] = []
+        self.sizes: dict[Region, int] = {}
 
     def region_bytes(self) -> Mapping[Region, int]:
-        return {}
+        return self.sizes
 
     def call(
         self,
@@ -198,3 +199,18 @@ def test_a_run_directory_serves_one_process_at_a_time(tmp_path: Path):
     with pytest.raises(RllaunchError, match="another process is running"):
         started(tmp_path / "run")
     assert holder.record._lock is not None
+
+
+def test_static_bytes_are_planned_once_a_node_and_copies_once_a_slot(tmp_path: Path):
+    config = CONFIG.model_copy(update={"pools": Pools(device_static_bytes=11, host_static_bytes=1000)})
+    record = RunDirectory(tmp_path)
+    record.create(config, {})
+    workers = Workers(record)
+    workers.sizes = {"params": 7, "optimizer": 13}
+    loop = Loop(config, build_schedule(HandoffOptions(engine_weights="discard")), workers, record, Silent(), 3)
+    record.open(0)
+    loop.start_up(0)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    planned = {e["step"]: (e["planned_gpu_bytes"], e["planned_host_bytes"]) for e in events}
+    assert planned["trainer.init"] == (11 + 7 + 13, 1000)
+    assert planned["trainer.offload"] == (11, 1000 + 3 * (7 + 13))
