@@ -13,10 +13,11 @@ import typer
 
 from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
+from rllaunch.commands.rehearsal import play
 from rllaunch.doctor.engine import exit_code, render
 from rllaunch.doctor.finding import Finding
 from rllaunch.doctor.rules.run_dir import check_run_dir
-from rllaunch.errors import EXIT_INTERRUPTED, RllaunchError, UsageError
+from rllaunch.errors import EXIT_CONFIG, EXIT_INTERRUPTED, RllaunchError, UsageError
 from rllaunch.pipeline import Launch, launch, resolved_json
 from rllaunch.resolve.resolve import Request, Setting
 from rllaunch.resolve.secrets import HIDDEN, is_secret_name
@@ -34,6 +35,12 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run-dir from its last checkpoint.")
     ] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Play the launch in small on this machine: same schedule, same limits.")
+    ] = False,
+    rehearse_ranks: Annotated[
+        int, typer.Option("--rehearse-ranks", min=1, max=2, help="Ranks and engines of a rehearsal.")
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="End with one summary object on stdout.")] = False,
 ) -> None:
     """Resolve, check, then run the training loop under Ray.
@@ -42,6 +49,9 @@ def train(
     goes on from the last checkpoint with the same results.
     """
     request = request_of(ctx)
+    if rehearse and (resume or dry_run):
+        other = "--resume" if resume else "--dry-run"
+        raise UsageError(f"--rehearse and {other} exclude each other", "", f"leave out {other}")
     if resume:
         request = _resumed(request)
     made = launch(request).decided()
@@ -51,6 +61,13 @@ def train(
 
         refuse_changes(Path(config.run.run_dir).expanduser(), config)
     findings = made.findings(probe=False)
+    if rehearse:
+        # Whether it fits is what the rehearsal shows.
+        if any(f.exit_code == EXIT_CONFIG for f in findings):
+            _show(made, findings, dry_run)
+            raise typer.Exit(EXIT_CONFIG)
+        play(made, rehearse_ranks, as_json=json)
+        return
     if not exit_code(findings) and not dry_run:
         # The machine is looked at once the configuration is sound: only then is it known what it must have.
         findings = made.findings(probe=True)

@@ -259,7 +259,7 @@ def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
         return f"its training step waits {_seconds(other) - _seconds(taken):.1f} s longer for the host's Adam"
     share, tier = least_room(other.plan)
     if share < headroom and share < least_room(taken.plan)[0] - 0.001 and taken.plan.fits:
-        return f"leaves {share:.1%} of the {tier} free at its peak, {headroom:.0%} are asked for"
+        return f"leaves {share:.1%} of the {_TIER_NAMES[tier]} free at its peak, {headroom:.0%} are asked for"
     slower = _seconds(other) - _seconds(taken)
     if slower >= 0.05:
         return f"fits, but hands over {slower:.1f} s slower a cycle"
@@ -273,12 +273,15 @@ def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
     )
 
 
+_TIER_NAMES = {"gpu": "GPU", "host": "host"}
+
+
 def told_break(broken: Break, limits: Limits) -> str:
     """`exceeds host 898.0 GiB by 12.0 GiB in trainer.offload (cycle)`."""
     limit = limits.of(broken.tier)
     assert limit is not None, "a break has a limit"
     phase = "start-up" if broken.phase == "init" else "cycle"
-    return f"exceeds the {broken.tier}'s {gib(limit)} by {gib(broken.excess)} in {broken.step} ({phase})"
+    return f"exceeds the {_TIER_NAMES[broken.tier]}'s {gib(limit)} by {gib(broken.excess)} in {broken.step} ({phase})"
 
 
 def decided(resolved: Resolved) -> Resolved:

@@ -49,6 +49,8 @@ class Ledger:
         sizes: region → bytes on one GPU when resident.
         static_gpu: bytes of one GPU that are in use all the time.
         static_host: bytes of one node that are in use all the time, of all its processes together.
+        trainer_host: bytes of one node that are in use once the trainer is built.
+        save_host: bytes of one node that are in use while a checkpoint is written.
         slots_per_node: GPUs that share one host, each with its own copies there.
     """
 
@@ -59,11 +61,15 @@ class Ledger:
         *,
         static_gpu: int = 0,
         static_host: int = 0,
+        trainer_host: int = 0,
+        save_host: int = 0,
         slots_per_node: int = 1,
     ) -> None:
         self.options = schedule.options
         self.sizes = dict(sizes)
         self.slots_per_node = slots_per_node
+        self.trainer_host = trainer_host
+        self.save_host = save_host
         self.gpu: dict[str, int] = {"static": static_gpu} if static_gpu else {}
         self.gpu |= {r: self.sizes.get(r, 0) for r in ENGINE_REGIONS}
         self.host: dict[str, int] = {"static": static_host} if static_host else {}
@@ -74,7 +80,11 @@ class Ledger:
             self.arena_bytes = max(backup, mirror)
 
     def apply(self, phase: str, step: Step) -> StepBytes:
+        if step.name == "trainer.init" and self.trainer_host:
+            self.host["trainer"] = self.trainer_host
         gpu_fullest, host_fullest, moved = dict(self.gpu), dict(self.host), 0
+        if step.name == "save" and self.save_host:
+            host_fullest["save_staging"] = self.save_host
         gpu_peak, host_peak = _total(gpu_fullest), _total(host_fullest)
         for op in step.ops:
             region = op.region

@@ -62,6 +62,7 @@ class LaunchSizes:
     static_host: Mapping[str, int]
     save_staging: int
     host_optimizer: int
+    gpus_per_node: int
     tokens_in_kv: int
     update_bytes: int
     notes: tuple[str, ...] = field(default=())
@@ -95,6 +96,7 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
         static_host=_static_host(config, trainer, [stages[s] for s in busiest]),
         save_staging=int(len(busiest) * c.SAVE_BUFFER.value),
         host_optimizer=trainer.host_optimizer([stages[s] for s in busiest]),
+        gpus_per_node=len(busiest),
         tokens_in_kv=engine.tokens(engine_gpu["kv_cache"]),
         update_bytes=engine.sent_bytes(),
         notes=tuple(trainer.notes + engine.notes),

@@ -280,6 +280,10 @@ class Pools(Section):
     """Bytes of a device pool that are in use all the time: processes, contexts, buffers."""
     host_static_bytes: int = Field(default=0, ge=0)
     """Bytes of a node's host pool that are in use all the time: processes, contexts, buffers."""
+    host_trainer_bytes: int = Field(default=0, ge=0)
+    """Bytes of a node's host pool that are in use once the trainer is built: an optimizer on the host, a reference."""
+    host_save_bytes: int = Field(default=0, ge=0)
+    """Bytes of a node's host pool that are in use while a checkpoint is written."""
 
 
 class SGLang(PassThrough):

@@ -117,6 +117,8 @@ class Loop:
             workers.region_bytes(),
             static_gpu=config.pools.device_static_bytes,
             static_host=config.pools.host_static_bytes,
+            trainer_host=config.pools.host_trainer_bytes,
+            save_host=config.pools.host_save_bytes,
             slots_per_node=slots_per_node,
         )
         self._seconds: dict[str, float] = {}

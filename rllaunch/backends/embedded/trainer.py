@@ -165,6 +165,8 @@ class EmbeddedTrainer:
 
     def init(self, rank: RankInfo) -> None:
         self._rank, self._world = rank.rank, rank.world_size
+        if nbytes := self.context.config.pools.host_trainer_bytes:
+            self._host_pool.charge_once("static", "trainer", nbytes)
         if rank.world_size > 1:
             dist.init_process_group(
                 "gloo",
@@ -517,6 +519,9 @@ class EmbeddedTrainer:
         """Rank 0 writes all: every rank holds the same."""
         if self._rank != 0:
             return
+        if nbytes := self.context.config.pools.host_save_bytes:
+            self._host_pool.charge(self._owner, "save_staging", nbytes)
+            self._host_pool.release(self._owner, "save_staging")
         for region in BACKED_UP:
             if not self._buffers[region].is_resident:
                 raise RunError(f"{self._owner}: save while {region} is offloaded", "", "save before the trainer sleeps")
