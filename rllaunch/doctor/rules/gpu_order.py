@@ -75,7 +75,7 @@ def _check_auto(resolved: Resolved) -> Iterator[Finding]:
         yield AUTO.finding(
             "info",
             resolved,
-            "auto takes cpu order: nothing yet forecasts the memory that would decide it",
+            "auto takes cpu order: the memory of this launch cannot be planned",
             ["handoff.colocate_memory_peak_device"],
             "--colocate-memory-peak-device gpu where host RAM is the tight side",
         )
@@ -84,7 +84,7 @@ def _check_auto(resolved: Resolved) -> Iterator[Finding]:
 AUTO = Rule(
     code="RL306",
     name="auto order is decided by what is known",
-    reason="the fastest order that fits needs a forecast of host and GPU memory",
+    reason="the fastest order that fits needs a forecast of host and GPU memory; `rllaunch plan` says what it lacks",
     check=_check_auto,
 )
 RULES = (OFFLOADS, CRITIC, LORA, AUTO)
