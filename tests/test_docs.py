@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,10 +29,15 @@ def test_generated_pages_are_up_to_date(name: str):
 
 
 def test_every_flag_in_the_readme_exists():
+    from rllaunch.cli import COMMANDS
     from rllaunch.flags import launch_flags
 
     known = {n for f in launch_flags().values() for n in (f.name, *f.aliases, f"--no-{f.name[2:]}")}
-    known |= {"--config", "--set", "--json", "--dry-run", "--resume", "--help", "--no-probe", "--all", "--allow"}
+    known |= {"--config", "--set", "--help"}
+    for name in COMMANDS:
+        command: Any = typer.main.get_command(importlib.import_module(f"rllaunch.commands.{name}").app)
+        for each in [command, *getattr(command, "commands", {}).values()]:
+            known |= {word for option in each.params for word in (*option.opts, *option.secondary_opts)}
     used = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert len(used) > 10
     assert used - known == {"--megatron-", "--sglang-"} & used
