@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import typer
 from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.errors import EXIT_DOES_NOT_FIT, ConfigError
+from rllaunch.flags import command_of
 from rllaunch.pipeline import launch
 from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
-from rllaunch.plan.fit import FitAnswer
+from rllaunch.plan.fit import FitAnswer, Fitted
 from rllaunch.plan.fit import fit as search
 from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier, name_of
 from rllaunch.resolve.origins import Resolved
@@ -124,7 +126,11 @@ def _show(resolved: Resolved, choice: Choice) -> None:
     for note in taken.plan.sizes.notes:
         console.say(f"note: {note}")
     if not choice.fits:
-        console.say("hint: `rllaunch doctor` says what would free how much, `rllaunch plan --fit` looks for a layout")
+        nodes = resolved.config.cluster.num_nodes
+        console.say(
+            "hint: `rllaunch doctor` says what would free how much; "
+            f"`rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes, `--fit` for the fewest"
+        )
 
 
 def _steps(candidate: Candidate, is_taken: bool) -> Any:
@@ -183,7 +189,8 @@ def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
         console.data_json(
             {
                 "found": [
-                    {"nodes": f.layout.nodes, "flags": f.layout.flags, **_summary(f.candidate)} for f in answer.found
+                    {"nodes": f.layout.nodes, "layout": f.layout.label, "flags": _flags(f), **_summary(f.candidate)}
+                    for f in answer.found
                 ],
                 "smaller": [{"nodes": nodes, "why_not": why} for nodes, why in answer.smaller.items()],
                 "considered": answer.considered,
@@ -193,6 +200,10 @@ def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
         _show_fit(resolved, answer, max_nodes)
     if not answer.found:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _flags(fitted: Fitted) -> str:
+    return shlex.join(command_of(fitted.values))
 
 
 def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
@@ -205,7 +216,7 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
     if rows:
         title = f"{name}: the best of {answer.considered} layouts that were planned"
         console.print_table(["nodes", "layout", "GPU", "free", "host", "free", "KV tokens", "handoff"], rows, title)
-        console.data(f"as flags: {answer.found[0].layout.flags}")
+        console.data(f"as flags: {_flags(answer.found[0])}")
     else:
         console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
     for nodes, why in answer.smaller.items():

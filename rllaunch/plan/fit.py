@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rllaunch.errors import RllaunchError
 from rllaunch.plan.advice import changed
 from rllaunch.plan.architecture import Architecture
-from rllaunch.plan.choose import Candidate, choose, least_room, told_break
+from rllaunch.plan.choose import OPTIMIZER, Candidate, choose, least_room, told_break
+from rllaunch.plan.forecast import limits_of
+from rllaunch.plan.sizes import sizes_of
 from rllaunch.resolve.origins import Resolved
+from rllaunch.units import gib
 
 MAX_TP = 8
 
@@ -25,6 +29,7 @@ class Layout:
     cp: int
     ep: int
     engine_gpus: int
+    optimizer_on_host: bool
 
     @property
     def label(self) -> str:
@@ -33,19 +38,18 @@ class Layout:
         parts += [f"EP{self.ep}"] if self.ep > 1 else []
         return " ".join([*parts, f"engines of {self.engine_gpus}"])
 
-    @property
-    def flags(self) -> str:
-        parts = [f"--num-nodes {self.nodes}", f"--tensor-model-parallel-size {self.tp}"]
-        parts += [f"--pipeline-model-parallel-size {self.pp}"] if self.pp > 1 else []
-        parts += [f"--context-parallel-size {self.cp}"] if self.cp > 1 else []
-        parts += [f"--expert-model-parallel-size {self.ep}"] if self.ep > 1 else []
-        return " ".join([*parts, f"--rollout-num-gpus-per-engine {self.engine_gpus}"])
-
 
 @dataclass(frozen=True)
 class Fitted:
+    """A layout that fits.
+
+    Args:
+        values: `section.key` → value, what has to be set for it beside what was set.
+    """
+
     layout: Layout
     candidate: Candidate
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,38 +68,92 @@ class FitAnswer:
 
 
 def fit(resolved: Resolved, architecture: Architecture, *, max_nodes: int, best: int = 10) -> FitAnswer:
-    """Search upwards from one node; stops one count after the first that fits, to show what more room buys."""
+    """Search upwards, doubling the nodes, until enough layouts fit; a number of nodes that a user gave is the only one.
+
+    Where nobody said where the optimizer lives, a layout that does not fit is tried with it on the host as well.
+    """
     found: list[Fitted] = []
     smaller: dict[int, str] = {}
-    considered = 0
-    for nodes in _node_counts(max_nodes):
+    search = _Search(resolved, architecture)
+    for nodes in _node_counts(resolved, max_nodes):
+        here = sorted(search.on(nodes), key=_rank)
+        found += here
+        if not here:
+            smaller[nodes] = search.closest
+        elif len(found) >= best or len({f.layout.nodes for f in found}) > 1:
+            break
+    return FitAnswer(tuple(found[:best]), smaller, search.considered)
+
+
+class _Search:
+    """Layouts of one number of nodes after the other, and what the closest of those that do not fit lacks."""
+
+    def __init__(self, resolved: Resolved, architecture: Architecture) -> None:
+        self.resolved = resolved
+        self.architecture = architecture
+        self.considered = 0
+        self.closest = ""
+        # Where the optimizer may live, as asked for first.
+        given = resolved.config.trainer.optimizer_cpu_offload
+        self.placements = [given] if given or resolved.is_set(OPTIMIZER) else [False, True]
+
+    def on(self, nodes: int) -> list[Fitted]:
         here: list[Fitted] = []
-        least: tuple[float, str] | None = None
-        for layout in layouts(resolved, architecture, nodes):
-            candidate = _planned(resolved, architecture, layout)
-            if candidate is None:
+        self.closest, self._excess = "no layout divides", math.inf
+        for (tp, pp, ep), engines in layouts(self.resolved, self.architecture, nodes):
+            for on_host in self.placements:
+                fitting = list(self._engines(nodes, tp, pp, ep, engines, on_host))
+                here += fitting
+                if fitting:
+                    break
+        return here
+
+    def _engines(
+        self, nodes: int, tp: int, pp: int, ep: int, engines: Sequence[int], on_host: bool
+    ) -> Iterator[Fitted]:
+        """What fits of one trainer layout; none is planned whose state alone is too much for a GPU or a host."""
+        cp = self.resolved.config.trainer.context_parallel_size
+        for number, engine in enumerate(engines):
+            layout = Layout(nodes, tp, pp, cp, ep, engine, on_host)
+            made = laid_out(self.resolved, layout)
+            try:
+                if number == 0 and self._is_hopeless(made, layout):
+                    return
+                candidate = choose(made, self.architecture, compare=False).taken
+            except RllaunchError:
                 continue
-            considered += 1
+            self.considered += 1
             plan = candidate.plan
             if plan.fits and plan.sizes.gpu["kv_cache"] > 0:
-                here.append(Fitted(layout, candidate))
-                continue
-            why = _why(candidate)
-            excess = -least_room(plan)[0]
-            if least is None or excess < least[0]:
-                least = (excess, f"{why} (closest: {layout.label})")
-        if here:
-            found += sorted(here, key=_rank)
-            if len(found) >= best or nodes * 2 > max_nodes:
-                break
-            if len({f.layout.nodes for f in found}) > 1:
-                break
-        else:
-            smaller[nodes] = least[1] if least else "no layout divides"
-    return FitAnswer(tuple(found[:best]), smaller, considered)
+                yield Fitted(layout, candidate, needed_values(self.resolved, layout))
+            else:
+                self._note(-least_room(plan)[0], f"{_why(candidate)} (closest: {layout.label})")
+
+    def _is_hopeless(self, made: Resolved, layout: Layout) -> bool:
+        """Whether the trainer's state does not fit by itself, whatever the engines are and the order is."""
+        sizes, limits = sizes_of(made.config, self.architecture), limits_of(made.config)
+        state = sum(sizes.gpu[r] for r in ("params", "optimizer", "grads")) + sum(sizes.static_gpu.values())
+        host = sum(sizes.static_host.values())
+        for tier, needed in (("gpu", state), ("host", host)):
+            limit = limits.gpu if tier == "gpu" else limits.host
+            if limit is not None and needed > limit:
+                name = "a GPU" if tier == "gpu" else "a node's host"
+                text = f"the trainer's state alone takes {gib(needed)} of {name}, {gib(limit)} are there"
+                self._note(needed / limit - 1, f"{text} (closest: {layout.label})")
+                self.considered += 1
+                return True
+        return False
+
+    def _note(self, excess: float, why: str) -> None:
+        if excess < self._excess:
+            self.closest, self._excess = why, excess
 
 
-def _node_counts(max_nodes: int) -> Iterator[int]:
+def _node_counts(resolved: Resolved, max_nodes: int) -> Iterator[int]:
+    key = "cluster.num_nodes"
+    if resolved.origin(key).layer in ("config", "env", "flag"):
+        yield resolved.config.cluster.num_nodes
+        return
     count = 1
     while count <= max_nodes:
         yield count
@@ -106,7 +164,7 @@ def _rank(fitted: Fitted) -> tuple[Any, ...]:
     """Fewer bubbles and less traffic between nodes first; then more room."""
     layout, plan = fitted.layout, fitted.candidate.plan
     room, _ = least_room(plan)
-    return (layout.nodes, room < 0.05, layout.pp * layout.tp * layout.cp, layout.pp, -room)
+    return (layout.nodes, layout.optimizer_on_host, room < 0.05, layout.pp * layout.tp * layout.cp, layout.pp, -room)
 
 
 def _why(candidate: Candidate) -> str:
@@ -116,48 +174,48 @@ def _why(candidate: Candidate) -> str:
     return "the engine's weights leave no room for a KV cache"
 
 
-def layouts(resolved: Resolved, architecture: Architecture, nodes: int) -> Iterator[Layout]:
-    """Sizes that divide: GPUs by TP·PP·CP and by EP·PP, heads by TP, experts by EP, whole engines on whole nodes."""
+def layouts(
+    resolved: Resolved, architecture: Architecture, nodes: int
+) -> Iterator[tuple[tuple[int, int, int], list[int]]]:
+    """((TP, PP, EP), GPUs of an engine) that divide: GPUs by TP·PP·CP and EP·PP, heads by TP, experts by EP.
+
+    Engines are whole parts of a node or whole nodes.
+    """
     config = resolved.config
     per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
     world = nodes * per_node
     cp = config.trainer.context_parallel_size
-    layers = len(architecture.layers)
-    experts = architecture.num_experts
-    heads = architecture.num_attention_heads
+    experts, heads = architecture.num_experts, architecture.num_attention_heads
     engines = [g for g in _powers(world) if heads % g == 0 and (g <= per_node or g % per_node == 0)]
     for tp in _powers(min(MAX_TP, per_node)):
-        if heads % tp:
-            continue
-        for pp in _powers(min(world // tp, layers)):
-            if world % (tp * pp * cp) or pp > layers:
+        for pp in _powers(min(world // tp, len(architecture.layers))):
+            if heads % tp or world % (tp * pp * cp):
                 continue
             for ep in _powers(world // pp) if experts else [1]:
-                if experts and (experts % ep or world % (ep * pp)):
-                    continue
-                for engine in engines:
-                    yield Layout(nodes, tp, pp, cp, ep, engine)
+                if not experts or not (experts % ep or world % (ep * pp)):
+                    yield (tp, pp, ep), engines
 
 
 def _powers(limit: int) -> list[int]:
     return [2**i for i in range(max(1, limit).bit_length()) if 2**i <= limit]
 
 
-def _planned(resolved: Resolved, architecture: Architecture, layout: Layout) -> Candidate | None:
-    try:
-        return choose(laid_out(resolved, layout), architecture, compare=False).taken
-    except RllaunchError:
-        return None
-
-
 def laid_out(resolved: Resolved, layout: Layout) -> Resolved:
-    """The launch with this layout; a split of layers that was set for another one is dropped."""
+    """The launch with this layout."""
     world = layout.nodes * (resolved.config.cluster.num_gpus_per_node or resolved.config.hardware.gpus_per_node)
-    values: dict[str, Any] = {
+    derived = {"cluster.actor_num_nodes": layout.nodes, "rollout.rollout_num_gpus": world}
+    return changed(resolved, _values(resolved, layout) | derived)
+
+
+def needed_values(resolved: Resolved, layout: Layout) -> dict[str, Any]:
+    """What a layout sets that the launch does not have already."""
+    return {key: value for key, value in _values(resolved, layout).items() if resolved.value(key) != value}
+
+
+def _values(resolved: Resolved, layout: Layout) -> dict[str, Any]:
+    """A layout's keys; a split of layers that was set for another layout is dropped."""
+    return {
         "cluster.num_nodes": layout.nodes,
-        "cluster.actor_num_nodes": layout.nodes,
-        "rollout.rollout_num_gpus": world,
-        "rollout.rollout_num_gpus_per_engine": layout.engine_gpus,
         "trainer.tensor_model_parallel_size": layout.tp,
         "trainer.sequence_parallel": layout.tp > 1,
         "trainer.pipeline_model_parallel_size": layout.pp,
@@ -166,6 +224,7 @@ def laid_out(resolved: Resolved, layout: Layout) -> Resolved:
         "trainer.context_parallel_size": layout.cp,
         "trainer.expert_model_parallel_size": layout.ep,
         "trainer.expert_tensor_parallel_size": 1,
+        "trainer.optimizer_cpu_offload": layout.optimizer_on_host,
+        "rollout.rollout_num_gpus_per_engine": layout.engine_gpus,
+        "sglang.ep_size": min(resolved.config.sglang.ep_size, layout.engine_gpus),
     }
-    ep_size = min(resolved.config.sglang.ep_size, layout.engine_gpus)
-    return changed(resolved, values | {"sglang.ep_size": ep_size})

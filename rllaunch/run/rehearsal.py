@@ -107,8 +107,8 @@ def shrink(architecture: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
         ConfigError: `model_type` is missing, or transformers cannot make a config of the facts.
     """
     architecture = deepcopy(dict(architecture))  # transformers completes nested facts in place
-    if architecture.get("q_lora_rank") == 0:
-        architecture["q_lora_rank"] = None  # TOML has no null
+    if architecture.get("q_lora_rank") == 0:  # TOML has no null
+        architecture = {**architecture, "q_lora_rank": None}
     full = _config(deepcopy(architecture))
     layers = _representatives(_kinds(full), _MIN_LAYERS)
     facts = dict(architecture.get("text_config") or architecture)
