@@ -12,7 +12,8 @@ import typer
 
 from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
-from rllaunch.errors import EXIT_DOES_NOT_FIT, ConfigError
+from rllaunch.doctor.engine import render
+from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError
 from rllaunch.flags import command_of
 from rllaunch.pipeline import launch
 from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
@@ -46,6 +47,13 @@ def plan(
     if fit:
         _fit(made.resolved, max_nodes, json)
         return
+    # Of a launch that cannot be, no bytes: what is wrong with it comes first.
+    if wrong := [f for f in made.findings(probe=False) if f.exit_code == EXIT_CONFIG]:
+        if json:
+            console.data_json({"ok": False, "findings": [f.to_json() for f in wrong]})
+        else:
+            console.tinted_data(render(wrong))
+        raise typer.Exit(EXIT_CONFIG)
     choice = plan_launch(made.resolved)
     if isinstance(choice, Unknown):
         raise ConfigError(f"the launch cannot be planned: {choice.what}", choice.where, choice.fix)
@@ -82,8 +90,16 @@ def _to_json(choice: Choice) -> dict[str, Any]:
 def _heading(resolved: Resolved, choice: Choice) -> str:
     config = resolved.config
     nodes, gpus = config.cluster.num_nodes, config.cluster.num_gpus_per_node
-    parameters = choice.taken.plan.sizes.parameters
-    return f"{config.model.name} ({parameters / 1e9:.1f} B parameters) on {nodes} × {gpus} {config.hardware.name}"
+    parameters = _count(choice.taken.plan.sizes.parameters)
+    return f"{config.model.name} ({parameters} parameters) on {nodes} × {gpus} {config.hardware.name}"
+
+
+def _count(number: int) -> str:
+    """A number of parameters as people say it: 284.3 B, 596.0 M, 75.9 k."""
+    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {name}"
+    return str(number)
 
 
 def _show(resolved: Resolved, choice: Choice) -> None:

@@ -6,15 +6,14 @@ also what nobody set: whether to offload at all, what an engine releases, where 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 from rllaunch.errors import ConfigError
 from rllaunch.plan.architecture import Architecture, read_architecture
+from rllaunch.plan.embedded import NUM_SPECIAL, embedded_sizes, read_prompts
 from rllaunch.plan.forecast import Break, Limits, MemoryPlan, Tier, forecast, limits_of
 from rllaunch.plan.handoff import Buffers, HandoffOptions, Order, options_of
 from rllaunch.plan.sizes import LaunchSizes, sizes_of
@@ -105,32 +104,8 @@ def architecture_of(resolved: Resolved) -> Architecture:
             "set model.architecture, or give --model a directory with a config.json",
         )
     if "vocab_size" not in facts and resolved.config.model.vocabulary:
-        facts = facts | {"vocab_size": NUM_SPECIAL + len(_characters(resolved.config))}
+        facts = facts | {"vocab_size": NUM_SPECIAL + len(read_prompts(resolved.config).characters)}
     return read_architecture(facts, where)
-
-
-# Ids of a character tokenizer that stand for no character: padding, begin, end.
-NUM_SPECIAL = 3
-
-
-def _characters(config: LaunchConfig) -> str:
-    """The characters of a character tokenizer: as given, or with `auto` those of the task's prompts and labels."""
-    if config.model.vocabulary != "auto":
-        return config.model.vocabulary
-    seen: set[str] = set()
-    for name in (config.task.prompt_data, config.task.eval_prompt_data):
-        if name and Path(name).is_file():
-            for line in Path(name).read_text(encoding="utf-8").splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue  # the task's own check names the line
-                seen |= (
-                    {c for key in ("prompt", "label") for c in str(row.get(key, ""))}
-                    if isinstance(row, dict)
-                    else set()
-                )
-    return "".join(sorted(seen))
 
 
 def choose(resolved: Resolved, architecture: Architecture, *, compare: bool = True) -> Choice:
@@ -168,6 +143,8 @@ def _sizes(config: LaunchConfig, architecture: Architecture, on_host: bool) -> L
     if config.trainer.optimizer_cpu_offload != on_host:
         trainer = config.trainer.model_copy(update={"optimizer_cpu_offload": on_host})
         config = config.model_copy(update={"trainer": trainer})
+    if config.trainer.backend == "embedded":
+        return embedded_sizes(config, architecture, read_prompts(config))
     return sizes_of(config, architecture)
 
 

@@ -158,10 +158,20 @@ def label_of(options: HandoffOptions) -> str:
 def limits_of(config: LaunchConfig, describe: Mapping[str, str] | None = None) -> Limits:
     """What the hardware profile allows: GPU memory less the trainer's margin, and the node's host memory.
 
+    On the embedded backend the capacities of its pools.
+
     Args:
         describe: key → where its value came from.
     """
     told = describe or {}
+    if config.trainer.backend == "embedded":
+        pools = config.pools
+        return Limits(
+            pools.device_capacity_bytes,
+            pools.host_capacity_bytes,
+            "pools.device_capacity_bytes",
+            "pools.host_capacity_bytes",
+        )
     hardware, margin = config.hardware, config.handoff.train_memory_margin_bytes
     gpu = None if hardware.gpu_memory_bytes is None else hardware.gpu_memory_bytes - margin
     gpu_source = "hardware.gpu_memory_bytes − handoff.train_memory_margin_bytes"
