@@ -22,6 +22,11 @@ VOCAB_DIVISOR = 128
 FP8_BLOCK = 128 * 128
 # Parts of the host that are there once the trainer is built.
 TRAINER_PARTS = ("optimizer_on_host", "gradients_on_host", "reference", "update_heap")
+# Matrices that tensor parallelism leaves whole and FP8 checkpoints quantise all the same: the projections to latents, and
+# those of indexers (deepseek-ai/DeepSeek-V3, DeepSeek-V3.2 and DeepSeek-V4 model.safetensors.index.json: their scales).
+FP8_WHOLE = frozenset(
+    f"self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj", "indexer.wq_b", "indexer.wk")
+)
 # MXFP4: one byte of scale for 32 elements (OCP Microscaling Formats v1.0).
 FP4_BLOCK = 32
 
@@ -480,7 +485,7 @@ def _weight_bytes(weight: Weight, dtype: str, tp: int, attention_tp: int, arch: 
             cut = max(1, arch.num_kv_heads)  # fewer KV heads than ranks: each head is on several
         numel //= cut
     matrix = len(weight.shape) >= 2 and weight.split in ("column", "row")
-    if dtype == "fp8" and matrix:
+    if dtype == "fp8" and (matrix or weight.name in FP8_WHOLE):
         return numel + numel * 4 // FP8_BLOCK
     if dtype == "fp4" and matrix:
         # FP4 checkpoints keep the experts in four bits and the rest in eight (DeepSeek-V4) or sixteen (gpt-oss).
