@@ -40,10 +40,6 @@ V3_DENSE = 3 * 18432 * 7168
 V3_EXPERT = 3 * 2048 * 7168
 
 
-def params(*stages: int, element: int = 2) -> list[int]:
-    return [element * stage for stage in stages]
-
-
 # -- trainer ---------------------------------------------------------------------------------------
 
 
@@ -230,7 +226,9 @@ SMALL_TOKEN = 2 * (4 * 1024 + 2048 + 2 * 1024 + 2 * 3072 + 2 * 1024)
 
 @pytest.mark.parametrize(("response", "tokens"), [(1024, 2048), (32768, 32768)], ids=["budget", "one long sample"])
 def test_logits_are_those_of_the_budget_or_of_one_longer_sample(response: int, tokens: int):
-    made = sizes(f"{SMALL} --recompute-granularity full --max-tokens-per-gpu 2048 --rollout-max-response-len {response}")
+    made = sizes(
+        f"{SMALL} --recompute-granularity full --max-tokens-per-gpu 2048 --rollout-max-response-len {response}"
+    )
     kept = 2 * 1024 * 28 + SMALL_TOKEN  # the input of each layer, and one layer whole
     assert made.gpu["activations"] == tokens * kept + tokens * 151936 * 4 * int(c.LOGITS_COPIES.value)
 
@@ -305,7 +303,9 @@ def test_the_kv_pool_is_what_mem_fraction_static_leaves_beside_the_weights():
     assert made.gpu["kv_cache"] == int(0.6 * usable) - made.gpu["weights"]
     token = 28 * 2 * 4 * 128 * 2  # K and V of 4 of the 8 heads in bf16
     assert made.tokens_in_kv == made.gpu["kv_cache"] // token
-    halved = sizes(f"{SMALL} --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.6 --sglang-kv-cache-dtype fp8_e4m3")
+    halved = sizes(
+        f"{SMALL} --rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.6 --sglang-kv-cache-dtype fp8_e4m3"
+    )
     assert halved.tokens_in_kv == made.gpu["kv_cache"] // (token // 2)
     limited = sizes(f"{SMALL} --rollout-num-gpus-per-engine 2 --sglang-max-total-tokens 1000")
     assert (limited.gpu["kv_cache"], limited.tokens_in_kv) == (1000 * token, 1000)
@@ -335,7 +335,7 @@ def layout_sizes(name: str, gpus: int, tp: int, pp: int, ep: int, etp: int) -> L
 
 def divides(architecture: Architecture, tp: int, ep: int, etp: int) -> bool:
     """Every matrix divides, as Megatron asks for."""
-    weights = [w for layer in {id(l): l for l in architecture.layers}.values() for w in layer.weights]
+    weights = [w for layer in {id(each): each for each in architecture.layers}.values() for w in layer.weights]
     cut = [(w.numel // w.copies, etp if w.is_expert else tp) for w in weights if w.split in ("column", "row")]
     return all(n % by == 0 for n, by in cut) and (architecture.num_experts or ep) % ep == 0
 
@@ -348,12 +348,12 @@ def test_the_ranks_of_any_layout_hold_the_model_once(name: str, tp: int, pp: int
     made = layout_sizes(name, 4096, tp, pp, ep, etp)
     assert [i for stage in made.stages for i in stage.layers] == list(range(len(architecture.layers)))
     experts = sum(layer.num_expert_parameters for layer in architecture.layers)
-    # Of experts the router's neighbours may be whole on each rank of ETP, such as their biases in a row-cut matrix.
-    loose = sum(w.numel for l in architecture.layers for w in l.weights if w.is_expert and w.split == "none")
+    # What of experts no rank of ETP cuts, such as the bias of a row-cut matrix.
+    loose = sum(w.numel for layer in architecture.layers for w in layer.weights if w.is_expert and w.split == "none")
     held_experts = (experts - loose) // (ep * etp) + loose // ep
     dense = sum(stage.parameters for stage in made.stages) - held_experts
     outside = [*architecture.embedding, *architecture.head]
-    whole = [w for l in architecture.layers for w in l.weights if w.split == "none" and not w.is_expert]
+    whole = [w for layer in architecture.layers for w in layer.weights if w.split == "none" and not w.is_expert]
     copied = sum(w.numel for w in (*whole, *(w for w in outside if w.split != "vocab")))
     vocab = [w for w in outside if w.split == "vocab"] * (2 if architecture.tied and pp > 1 else 1)
     rows = -(-architecture.vocab_size // (128 * tp)) * 128 * tp
