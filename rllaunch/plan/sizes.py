@@ -22,8 +22,8 @@ VOCAB_DIVISOR = 128
 FP8_BLOCK = 128 * 128
 # Parts of the host that are there once the trainer is built.
 TRAINER_PARTS = ("optimizer_on_host", "gradients_on_host", "reference", "update_heap")
-# Matrices that tensor parallelism leaves whole and FP8 checkpoints quantise all the same: the projections to latents, and
-# those of indexers (deepseek-ai/DeepSeek-V3, DeepSeek-V3.2 and DeepSeek-V4 model.safetensors.index.json: their scales).
+# Matrices that tensor parallelism leaves whole and FP8 checkpoints quantise all the same: the projections to latents
+# and those of indexers (deepseek-ai/DeepSeek-V3, -V3.2 and -V4 model.safetensors.index.json have scales for them).
 FP8_WHOLE = frozenset(
     f"self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_proj", "indexer.wq_b", "indexer.wk")
 )
