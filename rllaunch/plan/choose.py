@@ -237,9 +237,13 @@ def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
     share, tier = least_room(other.plan)
     if share < headroom and share < least_room(taken.plan)[0] - 0.001 and taken.plan.fits:
         return f"leaves {share:.1%} of the {_TIER_NAMES[tier]} free at its peak, {headroom:.0%} are asked for"
+    if not taken.plan.fits:
+        return "fits"
     slower = _seconds(other) - _seconds(taken)
     if slower >= 0.05:
         return f"fits, but hands over {slower:.1f} s slower a cycle"
+    if slower <= -0.05:
+        return f"fits and hands over {-slower:.1f} s faster a cycle"
     more = other.plan.peak("host") - taken.plan.peak("host")
     if more > 0:
         return f"fits and is as fast, but takes {gib(more)} more on the host"
