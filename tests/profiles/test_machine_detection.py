@@ -105,9 +105,19 @@ def test_this_machine_can_be_probed():
         (["NVIDIA GB200"] * 4, "GB200"),
         (["NVIDIA GB300"] * 4, "GB300"),
         (["nvidia gb300"], "GB300"),
-        (["NVIDIA GH200 480GB"], None),
+        (["NVIDIA A100-SXM4-80GB"] * 8, "A100"),
+        (["NVIDIA A100-SXM4-40GB"] * 8, "A100-40GB"),
+        (["NVIDIA A100 80GB PCIe"], None),
+        (["NVIDIA GH200 480GB"], "GH200"),
+        (["NVIDIA H20"] * 8, "H20"),
         (["NVIDIA H100 PCIe"], None),
-        (["NVIDIA GeForce RTX 4090"], None),
+        (["NVIDIA H800 PCIe"], None),
+        (["NVIDIA L20"], "L20"),
+        (["NVIDIA L40S"] * 4, "L40S"),
+        (["NVIDIA L40"], None),
+        (["NVIDIA GeForce RTX 4090"], "RTX-4090"),
+        (["NVIDIA RTX PRO 6000 Blackwell Workstation Edition"], "RTX-PRO-6000"),
+        (["NVIDIA GeForce RTX 5090"], None),
         (["NVIDIA H200", "NVIDIA GeForce RTX 4090"], None),
         (["NVIDIA H200", "NVIDIA B200"], None),
     ],
@@ -117,7 +127,7 @@ def test_gpus_are_recognised_by_the_shipped_patterns(names, profile):
 
 
 def test_there_are_patterns_for_each_shipped_gpu():
-    assert len(SHIPPED) == 6
+    assert len(SHIPPED) == 14
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,20 @@ LAUNCHES = [
     ("qwen3-0.6b", "GB200"),
     ("dsv4", "GB300"),
     ("dsv4", "H200"),
+    ("qwen3-0.6b", "A100"),
+    ("qwen3-0.6b", "A100-40GB"),
+    ("qwen3-0.6b", "GH200"),
+    ("qwen3-0.6b", "H20"),
+    ("qwen3-0.6b", "H800"),
+    ("qwen3-0.6b", "L20"),
+    ("qwen3-0.6b", "L40S"),
+    ("qwen3-0.6b", "MI300X"),
+    ("qwen3-0.6b", "MI308X"),
+    ("qwen3-0.6b", "RTX-4090"),
+    ("qwen3-0.6b", "RTX-PRO-6000"),
+    ("qwen3-0.6b", "VR-NVL72"),
+    ("qwen3-4b", "MI350X"),
+    ("dsv4", "MI355X"),
 ]
 
 
