@@ -12,7 +12,6 @@ from rllaunch.doctor.engine import RANK, diagnose
 from rllaunch.doctor.finding import Finding
 from rllaunch.errors import RllaunchError, ScheduleError, did_you_mean
 from rllaunch.flags import command_of
-from rllaunch.plan.choose import decided
 from rllaunch.plan.handoff import Schedule, build_schedule, check, options_of
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import Resolved
@@ -41,6 +40,8 @@ class Launch:
 
     def decided(self) -> Launch:
         """The launch one stage further: what it leaves to `auto`, taken by the memory plan and kept in its config."""
+        from rllaunch.plan.choose import decided
+
         return replace(self, resolved=decided(self.resolved))
 
     def schedule(self) -> Schedule:

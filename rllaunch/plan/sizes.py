@@ -490,6 +490,8 @@ def _weight_bytes(weight: Weight, dtype: str, tp: int, attention_tp: int, arch: 
     if dtype == "fp4" and matrix:
         # FP4 checkpoints keep the experts in four bits and the rest in eight (DeepSeek-V4) or sixteen (gpt-oss).
         return numel // 2 + numel // FP4_BLOCK if weight.is_expert else 2 * numel
+    if dtype == "int4" and matrix and weight.is_expert:
+        return numel // 2 + numel * 2 // FP4_BLOCK  # four bits and a bf16 scale for 32 elements (Kimi-K2's checkpoints)
     return numel * (4 if dtype == "float32" else 2)
 
 

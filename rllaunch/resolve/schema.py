@@ -195,7 +195,7 @@ class Rollout(Section):
     """Tokens prompt and response may have together; unset: whatever the longest prompt and response need."""
     rollout_temperature: Annotated[float, Flag("--rollout-temperature")] = Field(default=1.0, gt=0)
     """Sampling temperature of a rollout; evaluation is greedy."""
-    dtype: Annotated[Literal["float32", "bfloat16", "fp8", "fp4"], Flag("--rollout-dtype")] = "bfloat16"
+    dtype: Annotated[Literal["float32", "bfloat16", "fp8", "fp4", "int4"], Flag("--rollout-dtype")] = "bfloat16"
     """Type of the engine's weights."""
     health_check_interval: Annotated[float, Flag("--rollout-health-check-interval")] = Field(default=10.0, gt=0)
     """Seconds between two health checks of an engine; they pause while it is offloaded."""

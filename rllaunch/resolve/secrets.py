@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 FREE_SECTIONS = ("env", "megatron", "sglang")
+# A token at the end of a name is a secret; `moe_token_dispatcher_type` speaks of another kind.
 _NAME = re.compile(
-    r"(^|_)(TOKEN|PAT|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)($|_)|_KEY$", re.IGNORECASE
+    r"(^|_)TOKEN$|(^|_)(PAT|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)($|_)|_KEY$",
+    re.IGNORECASE,
 )
 HIDDEN = "…"
 

@@ -87,6 +87,8 @@ class RayWorkers:
         self.first_rollout = 0
         self.checkpoint: Path | None = None
         self._batch: Any = None
+        # The ranks' last steps: an update waits for all of them.
+        self._under_way: Sequence[Any] = ()
         # Steps that were sent off before the loop asked for them, and their answers to come.
         self._ahead: tuple[Sequence[str], Callable[[], Any]] | None = None
         if inputs.resume and (found := record.list_checkpoints()):
@@ -123,8 +125,9 @@ class RayWorkers:
     def _may_follow(steps: Sequence[str], then: Sequence[str]) -> bool:
         """Whether the ranks can be told the next steps before these have ended.
 
-        Ray holds them back until the samples they wait for are there, and has each rank take its calls in
-        turn; a rank does nothing after an error.
+        Ray holds them back until what they wait for is there: the samples, or for an update the steps of all
+        ranks before it (an engine's weights return to GPUs that every rank has left). A rank does nothing after
+        an error.
         """
         if not then or "save" in then:
             return False
@@ -135,11 +138,11 @@ class RayWorkers:
     def _send(self, steps: Sequence[str], rollout_id: int | None, version: int) -> Callable[[], Any]:
         """Send the steps to the side they are for; what is returned waits for the results and the error."""
         if steps[-1] == "update_weights":
-            answers = self.group.start_update(version, self.manager, steps[:-1])
+            answers = self.group.start_update(version, self.manager, steps[:-1], self._under_way)
             return lambda: self.group.finish_update(answers)
         if _is_trainers(steps):
             # From `generate` to `train` each call takes the samples along, if only to wait for them.
-            answers = self.group.start(steps, self._batch)
+            answers = self._under_way = self.group.start(steps, self._batch)
             if "train" in steps:
                 self._batch = None
             return lambda: self.group.finish(answers)
@@ -204,8 +207,11 @@ class ManagerActor:
     def begin_weight_update(self, version: int, before: Sequence[str]) -> tuple[list[StepResult], RllaunchError | None]:
         """Open an update, after the `engine.…` steps that come right before it; theirs is the answer."""
         _, (results, error) = self.run(before, None, version)
-        if error is None:
-            self.manager.begin_weight_update(version)
+        try:
+            if error is None:
+                self.manager.begin_weight_update(version)
+        except RllaunchError as err:
+            error = err
         return results, error
 
     def load_bucket(self, bucket: Any) -> None:

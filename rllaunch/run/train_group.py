@@ -110,10 +110,14 @@ class TrainerRank:
         return results, error
 
     def update_weights(
-        self, version: int, manager: Any, before: Sequence[str]
+        self, version: int, manager: Any, before: Sequence[str], *others: Any
     ) -> tuple[list[StepResult], RllaunchError | None]:
-        """The engines' steps `before`, told by rank 0 alone, and the update; nothing after an error."""
-        if not self._is_well:
+        """The engines' steps `before`, told by rank 0 alone, and the update; nothing after an error.
+
+        Args:
+            others: what the steps before this gave on every rank; Ray runs this once they are there.
+        """
+        if not self._is_well or any(error is not None for _, error in others):
             return [], None
         sink = ManagerSink(manager, before)
         started = time.perf_counter()
@@ -183,9 +187,14 @@ class TrainGroup:
             answers |= {reference: ray.get(reference) for reference in ready}
         return [answers.get(reference) for reference in references]
 
-    def start_update(self, version: int, manager: Any, before: Sequence[str]) -> list[Any]:
-        """Send the engines' steps `before` and the update to every rank; `finish_update` has the answers."""
-        return [actor.update_weights.remote(version, manager, before) for actor in self.ranks]
+    def start_update(self, version: int, manager: Any, before: Sequence[str], after: Sequence[Any] = ()) -> list[Any]:
+        """Send the engines' steps `before` and the update to every rank; `finish_update` has the answers.
+
+        Args:
+            after: answers to come that the update waits for. One rank takes its calls in turn anyway.
+        """
+        waits = after if len(self.ranks) > 1 else ()
+        return [actor.update_weights.remote(version, manager, before, *waits) for actor in self.ranks]
 
     def finish_update(self, references: Sequence[Any]) -> tuple[list[StepResult], RllaunchError | None]:
         """What an update that was started gave, as rank 0 had it."""

@@ -41,18 +41,8 @@ CELLS = {
 }
 
 # RL338 takes `megatron.moe_token_dispatcher_type` for a token of the secret kind. Empty this once it does not.
-TAKEN_FOR_A_SECRET = {
-    "glm-5-gb300",
-    "glm-5-h200",
-    "glm-5.2-gb300",
-    "glm-5.2-h100",
-    "glm-5.2-h200",
-    "qwen3.5-35b-a3b-b300",
-    "qwen3.5-35b-a3b-h200",
-}
-# In GB300's `gpu` order the engine's weights and the trainer's state are more than one GPU holds; inkling's recipe also
-# offloads the trainer to a disk, which a plan counts as host memory.
-DOES_NOT_FIT = {"glm-5.2-gb300": {"RL202"}, "inkling-gb300": {"RL201", "RL202"}}
+# Its recipe offloads the trainer to a disk, which a plan counts as host memory, and predates `gpu` order.
+DOES_NOT_FIT = {"inkling-gb300": {"RL201", "RL202"}}
 
 every_cell = pytest.mark.parametrize("name", CELLS)
 
@@ -89,7 +79,7 @@ def test_a_launch_of_its_model_and_hardware_takes_the_cell(rllaunch: Any, name: 
 def test_no_rule_about_the_configuration_has_anything_against_a_cell(rllaunch: Any, name: str):
     result = rllaunch(*of_cell(name, "doctor", "--no-probe", "--json"))
     errors = {f["code"] for f in result.json()["findings"] if f["level"] == "error"}
-    assert errors == DOES_NOT_FIT.get(name, set()) | ({"RL338"} if name in TAKEN_FOR_A_SECRET else set())
+    assert errors == DOES_NOT_FIT.get(name, set())
 
 
 @every_cell

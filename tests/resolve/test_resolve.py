@@ -22,10 +22,13 @@ def test_gb300_puts_the_peak_on_the_gpu_for_every_model(rllaunch: Any):
     assert len(models) >= 3
     for model in models:
         result = rllaunch("resolve", "--model", model, "--hardware", "GB300", "--json")
-        value, layer, source = origin(result, "handoff.colocate_memory_peak_device")
-        assert (value, layer) == ("gpu", "hardware profile")
-        assert source.startswith("GB300 (rllaunch ")
-        assert "hardware/GB300.toml:" in source
+        # A cell may know better: GLM-5.2's engines and trainer do not fit a GPU together.
+        origins = result.json()["origins"]["handoff.colocate_memory_peak_device"]
+        (by_hardware,) = [o for o in origins if o["layer"] == "hardware profile"]
+        assert by_hardware["value"] == "gpu"
+        assert by_hardware["source"].startswith("GB300 (rllaunch ")
+        assert "hardware/GB300.toml:" in by_hardware["source"]
+        assert origins[-1]["value"] == ("cpu" if model == "glm-5.2" else "gpu")
 
 
 def test_layers_win_in_their_order_and_all_are_named(rllaunch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -161,7 +161,8 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
 
 def _check_mirror(resolved: Resolved) -> Iterator[Finding]:
     choice, config = _choice(resolved), resolved.config
-    if choice is None or config.sglang.ep_size > 1 or config.has_lora:
+    has_draft = "speculative_algorithm" in (config.sglang.model_extra or {})
+    if choice is None or config.sglang.ep_size > 1 or config.has_lora or has_draft:
         return
     plan = choice.taken.plan
     if plan.options.has_mirror and config.handoff.engine_weights == "mirror":
