@@ -13,6 +13,7 @@ import typer
 from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import render
+from rllaunch.doctor.rules.fits import is_sound
 from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError
 from rllaunch.flags import command_of
 from rllaunch.pipeline import launch
@@ -26,6 +27,8 @@ from rllaunch.units import gib
 app = command_app()
 # Of what else there is; the rest is in --json.
 MOST_ROWS = 12
+# Of the node counts that are too few.
+MOST_COUNTS = 4
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIER_NAMES = {"gpu": "a GPU", "host": "a node's host"}
 
@@ -139,6 +142,10 @@ def _show(resolved: Resolved, choice: Choice) -> None:
         console.print_table(["", "GPU", "host", "s/cycle", "why not"], rows[:MOST_ROWS], title)
         if len(rows) > MOST_ROWS:
             console.data(f"… and {len(rows) - MOST_ROWS} more: --json has them all")
+    if resolved.config.hardware.host_link_bytes_per_second is None and resolved.config.trainer.backend != "embedded":
+        console.say("note: the profile states no link to the host; the seconds are of PCIe Gen4")
+    if resolved.config.rollout.rollout_max_context_len is None and resolved.config.trainer.backend != "embedded":
+        console.say("note: prompts are not counted among a sample's tokens: set --rollout-max-context-len")
     for note in taken.plan.sizes.notes:
         console.say(f"note: {note}")
     if not choice.fits:
@@ -200,7 +207,7 @@ def _regions(step: PlannedStep, tier: Tier) -> dict[str, int]:
 
 
 def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
-    answer = search(resolved, architecture_of(resolved), max_nodes=max_nodes)
+    answer = search(resolved, architecture_of(resolved), max_nodes=max_nodes, is_sound=is_sound)
     if json:
         console.data_json(
             {
@@ -235,7 +242,7 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
         console.data(f"as flags: {_flags(answer.found[0])}")
     else:
         console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
-    for nodes, why in answer.smaller.items():
+    for nodes, why in list(answer.smaller.items())[-MOST_COUNTS:]:
         console.data(f"{nodes} node{'s' if nodes > 1 else ''}: {why}")
 
 

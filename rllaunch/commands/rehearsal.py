@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rllaunch import console
-from rllaunch.errors import EXIT_INTERRUPTED, ConfigError, FitError
+from rllaunch.errors import EXIT_INTERRUPTED, ConfigError, FitError, RunError
 from rllaunch.pipeline import Launch, resolved_json
 from rllaunch.plan.choose import Choice, Unknown, plan_launch, told_break
 from rllaunch.units import gib
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Its own task: one that a shrunk model reads character by character, whatever the launch's own needs.
 TASK = "reverse"
+REPORT = "report this with what `rllaunch plan --json` prints"
 
 
 def play(made: Launch, ranks: int, *, as_json: bool) -> None:
@@ -113,12 +114,27 @@ def _tell(
     else:
         _print(rows)
         console.data(str(run_dir))
-    if refused is None:
+    _compare(choice, rehearsal, run_dir, refused)
+
+
+def _compare(choice: Choice, rehearsal: Rehearsal, run_dir: Path, refused: FitError | None) -> None:
+    """Whether the rehearsal ended as the plan says; whatever it did otherwise is worth more than the plan."""
+    from rllaunch.run.rehearse import broke_at
+
+    broken = rehearsal.expected
+    if refused is None and broken is None:
         console.say(f"the rehearsal ran through: {choice.taken.label} fits, as the plan says")
         return
-    assert broken is not None, "the rehearsal was made to break where the plan does"
-    limits = choice.taken.plan.limits
-    console.say(f"error[RL20{1 if broken.tier == 'host' else 2}]: does not fit: {told_break(broken, limits)}")
+    foretold = "nothing" if broken is None else f"{broken.step} ({broken.phase})"
+    if refused is None:
+        raise RunError("the rehearsal ran through, the plan says otherwise", f"plan: {foretold} breaks", REPORT)
+    phase, step = broke_at(run_dir, rehearsal)
+    if broken is None or (broken.phase, broken.step) != (phase, step):
+        raise RunError(
+            f"the rehearsal broke in {step} ({phase}), the plan says {foretold}", [refused.what, *refused.where], REPORT
+        )
+    number = 1 if broken.tier == "host" else 2
+    console.say(f"error[RL20{number}]: does not fit: {told_break(broken, choice.taken.plan.limits)}")
     console.say(f"  rehearsed: {refused.what}")
     console.say("hint: `rllaunch doctor` says what would free how much")
     raise typer.Exit(refused.exit_code)

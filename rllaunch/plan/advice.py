@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rllaunch.errors import RllaunchError
+from rllaunch.flags import command_of
 from rllaunch.plan.architecture import Architecture
 from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose
 from rllaunch.plan.forecast import MemoryPlan, Tier
@@ -22,6 +23,7 @@ class Advice:
     """A change and what the plan says of it."""
 
     flags: str
+    resolved: Resolved
     plan: MemoryPlan
     freed: int
     """Bytes off the peak of the tier that was asked about."""
@@ -50,49 +52,70 @@ def advise(resolved: Resolved, architecture: Architecture, choice: Choice, tier:
     """Changes that lower the peak on a tier: those that make the launch fit first, the lightest of them in front."""
     peak = choice.taken.plan.peak(tier)
     found = []
-    for flags, values in _levers(resolved, choice):
+    for values in _levers(resolved, choice):
+        made = changed(resolved, values | _followers(resolved, values))
         try:
-            plan = choose(changed(resolved, values), architecture).taken.plan
+            plan = choose(made, architecture, compare=False).taken.plan
         except (RllaunchError, ValueError):
             continue
         freed = peak - plan.peak(tier)
         if freed > 0:
-            found.append(Advice(flags, plan, freed))
+            found.append(Advice(" ".join(command_of(values)), made, plan, freed))
     fitting = [advice for advice in found if advice.fits]
     return fitting + sorted((a for a in found if not a.fits), key=lambda advice: -advice.freed)
 
 
-def _levers(resolved: Resolved, choice: Choice) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
+    """What may be set by hand to hold less, the lightest change first."""
     config, options = resolved.config, choice.taken.plan.options
     may_be_gpu = options.offload_train and options.offload_rollout and not (options.critic or options.lora)
+    # Buffers that somebody set may not go with the other order.
+    buffers = {BUFFERS: "auto"} if resolved.is_set(BUFFERS) else {}
     if options.order == "cpu" and may_be_gpu:
-        yield "--colocate-memory-peak-device gpu", {ORDER: "gpu", BUFFERS: "auto"}
+        yield {ORDER: "gpu", **buffers}
     if options.order == "gpu":
-        yield "--colocate-memory-peak-device cpu", {ORDER: "cpu", BUFFERS: "auto"}
+        yield {ORDER: "cpu", **buffers}
     if options.offload_train and options.buffers == "retained":
-        yield "--offload-train-buffers fresh", {BUFFERS: "fresh"}
+        yield {BUFFERS: "fresh"}
     if options.has_mirror and not options.lora and config.sglang.ep_size == 1:
-        yield "--engine-weights discard", {WEIGHTS: "discard"}
+        yield {WEIGHTS: "discard"}
     if not options.offload_rollout:
-        yield "--offload-rollout", {"handoff.offload_rollout": True}
+        yield {"handoff.offload_rollout": True}
     if not options.offload_train:
-        yield "--offload-train", {"handoff.offload_train": True}
+        yield {"handoff.offload_train": True}
     if options.offload_rollout and not options.releases_weights:
-        level = {"handoff.offload_rollout_level": ("kv_cache", "weight")}
-        yield "--offload-rollout-level kv_cache weight", level
-    on_host = config.trainer.optimizer_cpu_offload
-    yield ("--no-optimizer-cpu-offload" if on_host else "--optimizer-cpu-offload"), {OPTIMIZER: not on_host}
+        yield {"handoff.offload_rollout_level": ("kv_cache", "weight")}
+    yield {OPTIMIZER: not config.trainer.optimizer_cpu_offload}
     if config.trainer.recompute_granularity != "full":
-        yield "--recompute-granularity full", {"trainer.recompute_granularity": "full"}
+        # Megatron refuses full recompute without a method.
+        yield {
+            "trainer.recompute_granularity": "full",
+            "megatron.recompute_method": "uniform",
+            "megatron.recompute_num_layers": 1,
+        }
     if (fraction := safe_fraction(choice.taken.plan, config)) and fraction < config.sglang.mem_fraction_static:
-        yield f"--sglang-mem-fraction-static {fraction:.2f}", {FRACTION: fraction}
+        yield {FRACTION: fraction}
     nodes = config.cluster.num_nodes
     for factor in (2, 4):
-        wider = {"cluster.num_nodes": nodes * factor, "cluster.actor_num_nodes": nodes * factor}
-        gpus = config.rollout.rollout_num_gpus
-        if gpus is not None:
-            wider["rollout.rollout_num_gpus"] = gpus * factor
-        yield f"--num-nodes {nodes * factor}", wider
+        wider: dict[str, Any] = {"cluster.num_nodes": nodes * factor}
+        if resolved.is_set("cluster.actor_num_nodes"):
+            wider["cluster.actor_num_nodes"] = nodes * factor
+        if resolved.is_set("rollout.rollout_num_gpus") and config.rollout.rollout_num_gpus is not None:
+            wider["rollout.rollout_num_gpus"] = config.rollout.rollout_num_gpus * factor
+        yield wider
+
+
+def _followers(resolved: Resolved, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows by itself: buffers that nobody set from the order, GPUs from the nodes."""
+    if ORDER in values and BUFFERS not in values:
+        return {BUFFERS: "auto"}
+    nodes = values.get("cluster.num_nodes")
+    if nodes is None:
+        return {}
+    config = resolved.config
+    per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+    following = {"cluster.actor_num_nodes": nodes, "rollout.rollout_num_gpus": nodes * per_node}
+    return {key: value for key, value in following.items() if key not in values}
 
 
 def safe_fraction(plan: MemoryPlan, config: LaunchConfig) -> float | None:

@@ -6,7 +6,7 @@ also what nobody set: whether to offload at all, what an engine releases, where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -213,10 +213,16 @@ def _rank(candidate: Candidate, headroom: float) -> tuple[Any, ...]:
     room, _ = least_room(plan)
     if room >= headroom:
         # Of equally fast ones the one with the fewest moves: what stays where it is cannot go wrong.
-        return (0, round(_seconds(candidate), 2), len(plan.steps), plan.peak("host"), plan.options.order)
+        return (0, round(candidate.plan.seconds_added, 2), len(plan.steps), plan.peak("host"), plan.options.order)
     if room >= 0:
-        return (1, -round(room, 3), round(_seconds(candidate), 3), plan.peak("gpu"), plan.options.order)
-    return (2, -room, 0, 0, "")
+        return (1, -round(room, 3), round(candidate.plan.seconds_added, 3), plan.peak("gpu"), plan.options.order)
+    return (2, round(_excess(plan), 4), plan.peak("host"), round(plan.seconds_added, 2), plan.options.order)
+
+
+def _excess(plan: MemoryPlan) -> float:
+    """How much a plan exceeds its limits, as shares of both together."""
+    tiers: tuple[Tier, ...] = ("gpu", "host")
+    return sum(max(0.0, -room) for tier in tiers if (room := plan.headroom(tier)) is not None)
 
 
 def least_room(plan: MemoryPlan) -> tuple[float, Tier]:
@@ -225,25 +231,23 @@ def least_room(plan: MemoryPlan) -> tuple[float, Tier]:
     return min(((room, tier) for tier in tiers if (room := plan.headroom(tier)) is not None), default=(1.0, "host"))
 
 
-def _seconds(candidate: Candidate) -> float:
-    return candidate.plan.seconds
-
-
 def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
     if (broken := other.plan.first_break) is not None:
         return told_break(broken, other.plan.limits)
     if other.plan.options == taken.plan.options:
-        return f"its training step waits {_seconds(other) - _seconds(taken):.1f} s longer for the host's Adam"
+        added = other.plan.seconds_added - taken.plan.seconds_added
+        return f"its training step waits {added:.1f} s {'longer' if other.optimizer_cpu_offload else 'less'} for Adam"
     share, tier = least_room(other.plan)
     if share < headroom and share < least_room(taken.plan)[0] - 0.001 and taken.plan.fits:
         return f"leaves {share:.1%} of the {_TIER_NAMES[tier]} free at its peak, {headroom:.0%} are asked for"
     if not taken.plan.fits:
         return "fits"
-    slower = _seconds(other) - _seconds(taken)
+    slower = other.plan.seconds_added - taken.plan.seconds_added
+    what = "hands over" if other.optimizer_cpu_offload == taken.optimizer_cpu_offload else "hands over and steps"
     if slower >= 0.05:
-        return f"fits, but hands over {slower:.1f} s slower a cycle"
+        return f"fits, but {what} {slower:.1f} s slower a cycle"
     if slower <= -0.05:
-        return f"fits and hands over {-slower:.1f} s faster a cycle"
+        return f"fits and {what} {-slower:.1f} s faster a cycle"
     more = other.plan.peak("host") - taken.plan.peak("host")
     if more > 0:
         return f"fits and is as fast, but takes {gib(more)} more on the host"
@@ -266,40 +270,42 @@ def told_break(broken: Break, limits: Limits) -> str:
 
 
 def decided(resolved: Resolved) -> Resolved:
-    """The launch with what `auto` took in its config, each value derived; unchanged where it cannot be planned."""
+    """The launch with what `auto` took in its config, each value derived; unchanged where it cannot be planned.
+
+    Only what was open is written: a key that says `auto`, and under `auto` order what nobody set.
+    """
     choice = plan_launch(resolved)
     if isinstance(choice, Unknown):
         return resolved
     options = choice.taken.plan.options
-    wanted: Mapping[str, Any] = {
-        ORDER: options.order,
-        BUFFERS: options.buffers,
-        WEIGHTS: options.engine_weights,
-        "handoff.offload_train": options.offload_train,
-        "handoff.offload_rollout": options.offload_rollout,
-        "handoff.offload_rollout_level": [name for name in ("kv_cache", "weight") if name in options.level],
-        OPTIMIZER: choice.taken.optimizer_cpu_offload,
-    }
-    values = resolved.config.model_dump()
-    origins = dict(resolved.origins)
-    changed = False
-    for key, value in wanted.items():
-        section, _, name = key.partition(".")
-        current = values[section][name]
-        if current == value or list(value) == list(current) if isinstance(value, list) else current == value:
-            continue
-        values[section][name] = value
-        source = (
-            f"{ORDER} = auto: the fastest that fits"
-            if resolved.value(ORDER) == "auto"
-            else f"{key} = auto: the fastest that fits"
-        )
-        origins[key] = (*origins.get(key, ()), Origin(value, "derived", source))
-        changed = True
-    if not changed:
+    is_auto = resolved.value(ORDER) == "auto"
+    taken: dict[str, Any] = {key: value for key, value in _taken(choice).items() if resolved.value(key) == "auto"}
+    if is_auto:
+        left: dict[str, Any] = {
+            "handoff.offload_train": options.offload_train,
+            "handoff.offload_rollout": options.offload_rollout,
+            OPTIMIZER: choice.taken.optimizer_cpu_offload,
+        }
+        if options.offload_rollout:
+            level = tuple(name for name in ("kv_cache", "weight") if name in options.level)
+            left["handoff.offload_rollout_level"] = level
+        taken |= {k: v for k, v in left.items() if not resolved.is_set(k) and v != resolved.value(k)}
+    if not taken:
         return resolved
+    how = "the fastest that fits" if choice.fits else "nothing fits, this exceeds its limits least"
+    values, origins = resolved.config.model_dump(), dict(resolved.origins)
+    for key, value in taken.items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+        source = f"{ORDER if is_auto else key} = auto: {how}"
+        shown = list(value) if isinstance(value, tuple) else value
+        origins[key] = (*origins.get(key, ()), Origin(shown, "derived", source))
     config = LaunchConfig.model_validate(values)
-    made = replace(resolved, config=config, origins=origins)
     global _last
     _last = (config, choice)
-    return made
+    return replace(resolved, config=config, origins=origins)
+
+
+def _taken(choice: Choice) -> dict[str, Any]:
+    options = choice.taken.plan.options
+    return {ORDER: options.order, BUFFERS: options.buffers, WEIGHTS: options.engine_weights}

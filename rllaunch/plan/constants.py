@@ -131,6 +131,14 @@ LINK_SHARE = Constant(
     "of a link's measured speed",
     "48 of 51.5 GiB/s, retained buffer, one H200 (own measurement)",
 )
+ASSUMED_LINK = Constant(
+    25 * GB,
+    20 * GB,
+    350 * GB,
+    "bytes a second",
+    "taken where a profile states no link to the host, so that ways can be compared: PCIe Gen4 x16 "
+    "(fzyzcjy/torch_memory_saver#111)",
+)
 PIN_FRESH = Constant(
     2.1 * GIB,
     1.2 * GIB,

@@ -92,7 +92,7 @@ def embedded_sizes(config: LaunchConfig, architecture: Architecture, prompts: Pr
     return LaunchSizes(
         parameters=count,
         stages=(),
-        gpu=gpu,
+        gpus=(gpu,),
         node=node,
         static_gpu={"static": pools.device_static_bytes} if pools.device_static_bytes else {},
         static_host={name: size for name, size in host.items() if size},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from rllaunch.errors import RllaunchError
+from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.plan.advice import changed
 from rllaunch.plan.architecture import Architecture
 from rllaunch.plan.choose import OPTIMIZER, Candidate, choose, least_room, told_break
@@ -30,6 +31,8 @@ class Layout:
     ep: int
     engine_gpus: int
     optimizer_on_host: bool
+    last_stage: int | None = None
+    """Layers of the last pipeline stage, where they do not divide."""
 
     @property
     def label(self) -> str:
@@ -58,7 +61,7 @@ class FitAnswer:
 
     Args:
         found: best first: the fewest nodes, then the least communication, then the most room.
-        smaller: node count → what its best layout lacks, for every count below.
+        smaller: node count → what its closest layout lacks, for every count below.
         considered: layouts that were planned.
     """
 
@@ -67,22 +70,38 @@ class FitAnswer:
     considered: int
 
 
-def fit(resolved: Resolved, architecture: Architecture, *, max_nodes: int, best: int = 10) -> FitAnswer:
-    """Search upwards, doubling the nodes, until enough layouts fit; a number of nodes that a user gave is the only one.
+def fit(
+    resolved: Resolved,
+    architecture: Architecture,
+    *,
+    max_nodes: int,
+    best: int = 10,
+    is_sound: Callable[[Resolved], bool] = lambda _: True,
+) -> FitAnswer:
+    """Search upwards from one node until a layout fits; a number of nodes that a user gave is the only one tried.
 
     Where nobody said where the optimizer lives, a layout that does not fit is tried with it on the host as well.
+
+    Args:
+        is_sound: whether nothing else is wrong with a launch; asked of what fits only.
+    Raises:
+        ConfigError: the launch is of a kind that cannot be planned.
     """
-    found: list[Fitted] = []
+    if not resolved.config.handoff.colocate:
+        raise ConfigError(
+            "trainer and engines on GPUs of their own are not planned",
+            resolved.describe("handoff.colocate"),
+            "--colocate",
+        )
     smaller: dict[int, str] = {}
     search = _Search(resolved, architecture)
     for nodes in _node_counts(resolved, max_nodes):
-        here = sorted(search.on(nodes), key=_rank)
-        found += here
-        if not here:
-            smaller[nodes] = search.closest
-        elif len(found) >= best or len({f.layout.nodes for f in found}) > 1:
-            break
-    return FitAnswer(tuple(found[:best]), smaller, search.considered)
+        ranked = sorted(search.on(nodes), key=_rank)
+        found = list(islice((f for f in ranked if is_sound(laid_out(resolved, f.layout))), best))
+        if found:
+            return FitAnswer(tuple(found), smaller, search.considered)
+        smaller[nodes] = search.closest
+    return FitAnswer((), smaller, search.considered)
 
 
 class _Search:
@@ -103,10 +122,20 @@ class _Search:
         for (tp, pp, ep), engines in layouts(self.resolved, self.architecture, nodes):
             for on_host in self.placements:
                 fitting = list(self._engines(nodes, tp, pp, ep, engines, on_host))
-                here += fitting
                 if fitting:
+                    here.append(min(fitting, key=self._engine_rank))
                     break
         return here
+
+    def _engine_rank(self, fitted: Fitted) -> tuple[bool, int]:
+        """The smallest engine whose KV cache holds its share of a rollout; else the largest."""
+        config = self.resolved.config
+        longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
+        per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+        engine = fitted.layout.engine_gpus
+        share = config.num_samples * longest * engine / (fitted.layout.nodes * per_node)
+        is_short = fitted.candidate.plan.sizes.tokens_in_kv < share
+        return is_short, -engine if is_short else engine
 
     def _engines(
         self, nodes: int, tp: int, pp: int, ep: int, engines: Sequence[int], on_host: bool
@@ -114,7 +143,7 @@ class _Search:
         """What fits of one trainer layout; none is planned whose state alone is too much for a GPU or a host."""
         cp = self.resolved.config.trainer.context_parallel_size
         for number, engine in enumerate(engines):
-            layout = Layout(nodes, tp, pp, cp, ep, engine, on_host)
+            layout = Layout(nodes, tp, pp, cp, ep, engine, on_host, _last_stage(len(self.architecture.layers), pp))
             made = laid_out(self.resolved, layout)
             try:
                 if number == 0 and self._is_hopeless(made, layout):
@@ -124,7 +153,7 @@ class _Search:
                 continue
             self.considered += 1
             plan = candidate.plan
-            if plan.fits and plan.sizes.gpu["kv_cache"] > 0:
+            if plan.fits and (plan.sizes.gpu["kv_cache"] > 0 or plan.limits.gpu is None):
                 yield Fitted(layout, candidate, needed_values(self.resolved, layout))
             else:
                 self._note(-least_room(plan)[0], f"{_why(candidate)} (closest: {layout.label})")
@@ -149,15 +178,19 @@ class _Search:
             self.closest, self._excess = why, excess
 
 
+def _last_stage(layers: int, pp: int) -> int | None:
+    """Where layers do not divide over the stages, the last one has fewer."""
+    if layers % pp == 0:
+        return None
+    return layers - (pp - 1) * -(-layers // pp)
+
+
 def _node_counts(resolved: Resolved, max_nodes: int) -> Iterator[int]:
     key = "cluster.num_nodes"
     if resolved.origin(key).layer in ("config", "env", "flag"):
         yield resolved.config.cluster.num_nodes
         return
-    count = 1
-    while count <= max_nodes:
-        yield count
-        count *= 2
+    yield from range(1, max_nodes + 1)
 
 
 def _rank(fitted: Fitted) -> tuple[Any, ...]:
@@ -187,13 +220,18 @@ def layouts(
     cp = config.trainer.context_parallel_size
     experts, heads = architecture.num_experts, architecture.num_attention_heads
     engines = [g for g in _powers(world) if heads % g == 0 and (g <= per_node or g % per_node == 0)]
+    layers = len(architecture.layers)
     for tp in _powers(min(MAX_TP, per_node)):
-        for pp in _powers(min(world // tp, len(architecture.layers))):
-            if heads % tp or world % (tp * pp * cp):
+        for pp in _divisors(world // tp) if world % tp == 0 and heads % tp == 0 else []:
+            if world % (tp * pp * cp) or pp > layers or (_last_stage(layers, pp) or 1) < 1:
                 continue
-            for ep in _powers(world // pp) if experts else [1]:
-                if not experts or not (experts % ep or world % (ep * pp)):
+            for ep in _divisors(world // pp) if experts else [1]:
+                if not experts or experts % ep == 0:
                     yield (tp, pp, ep), engines
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _powers(limit: int) -> list[int]:
@@ -220,7 +258,7 @@ def _values(resolved: Resolved, layout: Layout) -> dict[str, Any]:
         "trainer.sequence_parallel": layout.tp > 1,
         "trainer.pipeline_model_parallel_size": layout.pp,
         "trainer.decoder_first_pipeline_num_layers": None,
-        "trainer.decoder_last_pipeline_num_layers": None,
+        "trainer.decoder_last_pipeline_num_layers": layout.last_stage,
         "trainer.context_parallel_size": layout.cp,
         "trainer.expert_model_parallel_size": layout.ep,
         "trainer.expert_tensor_parallel_size": 1,

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rllaunch.errors import ConfigError
 from rllaunch.plan import constants as c
 from rllaunch.plan.handoff import BACKED_UP, HandoffOptions, Region, Schedule, Step, build_schedule
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.plan.sizes import TRAINER_PARTS, LaunchSizes
 from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.units import gib
 
 Tier = Literal["gpu", "host"]
 # What a region is called on the host, where it is a copy.
@@ -105,6 +107,11 @@ class MemoryPlan:
     @property
     def seconds(self) -> float:
         """The handoff of one cycle, without generating, training, saving and evaluating."""
+        return sum(step.seconds or 0.0 for step in self.steps if step.phase == "cycle" and step.name != "train")
+
+    @property
+    def seconds_added(self) -> float:
+        """What the launch pays for how it holds its memory: the handoff, and Adam on the host where it runs there."""
         return sum(step.seconds or 0.0 for step in self.steps if step.phase == "cycle")
 
     @property
@@ -160,6 +167,9 @@ def limits_of(config: LaunchConfig, describe: Mapping[str, str] | None = None) -
 
     On the embedded backend the capacities of its pools.
 
+    Raises:
+        ConfigError: the margin leaves nothing.
+
     Args:
         describe: key → where its value came from.
     """
@@ -174,6 +184,12 @@ def limits_of(config: LaunchConfig, describe: Mapping[str, str] | None = None) -
         )
     hardware, margin = config.hardware, config.handoff.train_memory_margin_bytes
     gpu = None if hardware.gpu_memory_bytes is None else hardware.gpu_memory_bytes - margin
+    if gpu is not None and gpu <= 0:
+        raise ConfigError(
+            f"the trainer's margin of {gib(margin)} leaves nothing of a GPU's {gib(hardware.gpu_memory_bytes or 0)}",
+            ("hardware.gpu_memory_bytes", "handoff.train_memory_margin_bytes"),
+            "--train-memory-margin-bytes 1073741824",
+        )
     gpu_source = "hardware.gpu_memory_bytes − handoff.train_memory_margin_bytes"
     return Limits(
         gpu,
@@ -192,7 +208,7 @@ def forecast(
         ScheduleError: no schedule exists for these options.
     """
     schedule = schedule or build_schedule(options)
-    on_gpu, on_node = Ledger(schedule, sizes.gpu), Ledger(schedule, sizes.node)
+    on_gpus, on_node = [Ledger(schedule, gpu) for gpu in sizes.gpus], Ledger(schedule, sizes.node)
     speed = _Speed(config, options, sizes)
     steps = []
     evaluates = bool(config.task.eval_prompt_data)
@@ -204,7 +220,8 @@ def forecast(
     for phase, its_steps in phases:
         for step in its_steps:
             is_built = is_built or step.name.startswith("trainer.")
-            gpu, node = on_gpu.apply(phase, step), on_node.apply(phase, step)
+            gpu = max((ledger.apply(phase, step) for ledger in on_gpus), key=lambda priced: priced.gpu_peak)
+            node = on_node.apply(phase, step)
             steps.append(_planned(phase, step, gpu, node, sizes, speed, is_built))
     return MemoryPlan(options, tuple(steps), limits, sizes)
 
@@ -231,7 +248,8 @@ class _Speed:
         self.options = options
         self.update_bytes = sizes.update_bytes
         link = config.hardware.host_link_bytes_per_second
-        self.link = link * c.LINK_SHARE.value if link else None
+        self.is_known = link is not None
+        self.link = (link or c.ASSUMED_LINK.value) * c.LINK_SHARE.value
         per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
         self.bytes: dict[Region, int] = {r: n // per_node for r, n in sizes.node.items()}
         traffic = sizes.host_optimizer * c.CPU_ADAM_TRAFFIC.value
@@ -242,14 +260,13 @@ class _Speed:
             return self.optimizer_seconds or None
         if "." not in step.name and step.name != "update_weights":
             return None
-        if self.link is None or step.name == "trainer.init":
+        if step.name == "trainer.init":
             return None
         if step.name == "update_weights":
             return self._update()
         return sum(self._copy(op.action, op.region) for op in step.ops if op.region and op.action.startswith("copy"))
 
     def _copy(self, action: str, region: Region) -> float:
-        assert self.link is not None, "looked at by the caller"
         rate = self.link
         is_backup = region in BACKED_UP
         if self.options.buffers != "shared" and (not is_backup or self.options.buffers == "fresh"):
@@ -259,7 +276,6 @@ class _Speed:
 
     def _update(self) -> float:
         """From the GPU, or from the backup over the link and then to the engine."""
-        assert self.link is not None, "looked at by the caller"
         seconds = self.update_bytes / c.UPDATE_SPEED.value
         if self.options.offload_train:
             seconds += self.update_bytes / self.link

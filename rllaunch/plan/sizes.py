@@ -36,13 +36,16 @@ class Stage:
     """One pipeline stage, as each of its ranks holds it.
 
     Args:
-        parameters: of a rank after TP, EP and ETP.
-        shard: of a rank's parameters those whose optimizer state it owns (distributed optimizer).
+        parameters: of a rank after TP, EP and ETP, a critic's and adapters included.
+        shard: of a rank's parameters those whose optimizer state it owns (distributed optimizer), critic included.
+        actor_bytes: of the policy's parameters alone, adapters included.
+        regions: with a critic's beside the policy's.
     """
 
     layers: range
     parameters: int
     shard: int
+    actor_bytes: int
     regions: Mapping[Region, int]
 
 
@@ -51,7 +54,7 @@ class LaunchSizes:
     """All that the schedule's ledger is filled with.
 
     Args:
-        gpu: region → bytes on the fullest GPU when resident.
+        gpus: region → bytes on a GPU when resident, for each pipeline stage that is fullest in some step.
         node: region → bytes on the fullest node's host when offloaded: all its GPUs together.
         static_gpu, static_host: what is there in every step, by name; of a GPU and of a node.
         save_staging: host bytes that writing a checkpoint takes on the fullest node while it is written.
@@ -61,7 +64,7 @@ class LaunchSizes:
 
     parameters: int
     stages: tuple[Stage, ...]
-    gpu: Mapping[Region, int]
+    gpus: tuple[Mapping[Region, int], ...]
     node: Mapping[Region, int]
     static_gpu: Mapping[str, int]
     static_host: Mapping[str, int]
@@ -71,6 +74,11 @@ class LaunchSizes:
     tokens_in_kv: int
     update_bytes: int
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def gpu(self) -> Mapping[Region, int]:
+        """Of the stage that holds most in all; another may hold more in a single step."""
+        return max(self.gpus, key=lambda regions: sum(regions.values()))
 
 
 def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
@@ -86,19 +94,24 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
     ranks = _stage_of_each_rank(config, len(stages))
     nodes = [ranks[i : i + per_node] for i in range(0, len(ranks), per_node)]
     engine_gpu = engine.regions()
-    fullest = max(stages, key=lambda s: sum(s.regions.values()))
-    gpu = dict(fullest.regions) | engine_gpu | {"update_bucket": config.handoff.update_weight_buffer_size}
+    bucket: dict[Region, int] = {"update_bucket": config.handoff.update_weight_buffer_size}
+    gpus = tuple(dict(regions) | engine_gpu | bucket for regions in _undominated([s.regions for s in stages]))
     kept = [_backup(config, s) for s in stages]
-    busiest = max(nodes, key=lambda node: sum(sum(kept[s].values()) for s in node))
+
+    def always(node: Sequence[int]) -> dict[str, int]:
+        return _static_host(config, trainer, [stages[s] for s in node])
+
+    # Nodes of the same stages hold the same; of the others the one whose backups and constant parts are most.
+    busiest = max(set(map(tuple, nodes)), key=lambda n: sum(sum(kept[s].values()) for s in n) + sum(always(n).values()))
     node: dict[Region, int] = {r: sum(kept[s][r] for s in busiest) for r in ("params", "optimizer")}
     node["weights"] = engine_gpu["weights"] * len(busiest)
     return LaunchSizes(
         parameters=architecture.num_parameters,
         stages=stages,
-        gpu=gpu,
+        gpus=gpus,
         node=node,
         static_gpu=_static_gpu(config, architecture),
-        static_host=_static_host(config, trainer, [stages[s] for s in busiest]),
+        static_host=always(busiest),
         save_staging=int(len(busiest) * c.SAVE_BUFFER.value),
         host_optimizer=trainer.host_optimizer([stages[s] for s in busiest]),
         gpus_per_node=len(busiest),
@@ -106,6 +119,17 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
         update_bytes=engine.sent_bytes(),
         notes=tuple(trainer.notes + engine.notes),
     )
+
+
+def _undominated(stages: Sequence[Mapping[Region, int]]) -> list[Mapping[Region, int]]:
+    """Without those that hold no more of anything than another: what is left decides every step."""
+    left: list[Mapping[Region, int]] = []
+    for regions in stages:
+        if any(all(regions[r] <= other[r] for r in regions) for other in left):
+            continue
+        left = [other for other in left if not all(other[r] <= regions[r] for r in regions)]
+        left.append(regions)
+    return left
 
 
 def kinds_of(architecture: Architecture, layers: range) -> list[tuple[Layer, int]]:
@@ -157,6 +181,23 @@ def _megatron(config: LaunchConfig, name: str, default: object) -> object:
     return (config.megatron.model_extra or {}).get(name, default)
 
 
+def _number(config: LaunchConfig, section: str, name: str, default: float, most: float = math.inf) -> float:
+    """A number of a section that passes through.
+
+    Raises:
+        ConfigError: it is none, or outside 0 to `most`.
+    """
+    value = (getattr(config, section).model_extra or {}).get(name, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number <= most:
+        upto = f" from 0 to {most:g}" if most < math.inf else " of at least 0"
+        raise ConfigError(f"{section}.{name} is a number{upto}, not {value!r}", f"{section}.{name}", "correct it")
+    return number
+
+
 def _sglang(config: LaunchConfig, name: str, default: object) -> object:
     return (config.sglang.model_extra or {}).get(name, default)
 
@@ -206,7 +247,7 @@ class _Trainer:
             "grads": trained * gradient * copies,
             "activations": self._transient(index, layers, shard),
         }
-        return Stage(layers, held * copies, shard * copies, regions)
+        return Stage(layers, held * copies, shard * copies, held * element, regions)
 
     def _parameters(self, index: int, layers: range) -> tuple[int, int]:
         """(dense, routed experts') parameters of a rank of this stage."""
@@ -241,7 +282,7 @@ class _Trainer:
         adapters = expert_adapters = 0
         for layer, count in kinds_of(self.arch, layers):
             for weight in layer.weights:
-                if len(weight.shape) < 2 or weight.split not in ("column", "row"):
+                if len(weight.shape) < 2 or weight.split not in ("column", "row") or not self._is_target(weight):
                     continue
                 out, into = weight.shape[-2], weight.shape[-1]
                 # Of the two small matrices the one beside the cut dimension is cut with it.
@@ -252,6 +293,11 @@ class _Trainer:
                 else:
                     adapters += count * size * weight.copies
         return adapters, expert_adapters
+
+    def _is_target(self, weight: Weight) -> bool:
+        """Whether LoRA puts an adapter beside this matrix, by its name."""
+        targets = self.config.algorithm.lora_target_modules
+        return "all-linear" in targets or any(part in targets for part in weight.name.split("."))
 
     def _gradient_bytes(self) -> int:
         if _megatron(self.config, "grad_reduce_in_bf16", False):
@@ -266,7 +312,7 @@ class _Trainer:
     def offloaded_fraction(self) -> float:
         if not self.config.trainer.optimizer_cpu_offload:
             return 0.0
-        return float(str(_megatron(self.config, "optimizer_offload_fraction", 1.0)))
+        return _number(self.config, "megatron", "optimizer_offload_fraction", 1.0, most=1.0)
 
     def host_optimizer(self, ranks: Sequence[Stage]) -> int:
         """Parameters of these ranks whose optimizer state and step are on the host."""
@@ -358,7 +404,8 @@ class _Trainer:
         for weight in layer.weights:
             if len(weight.shape) < 2:
                 continue
-            out = weight.shape[-2]
+            # gpt-oss has its experts' matrices the other way round.
+            out = weight.shape[-1 if weight.is_expert and self.arch.model_type == "gpt_oss" else -2]
             if weight.is_expert:
                 elements += self.arch.num_experts_per_tok * (out + self.arch.hidden_size) / self.etp
             elif weight.split == "column":
@@ -436,8 +483,8 @@ class _Engine:
         else:
             usable = hbm - c.ENGINE_RESIDUAL.value - c.TRAINER_RESIDUAL.value
             kv = max(0, int(self.config.sglang.mem_fraction_static * usable) - weights)
-        if (limit := _sglang(self.config, "max_total_tokens", None)) is not None:
-            kv = min(kv, int(str(limit)) * self._kv_bytes_per_token())
+        if limit := _number(self.config, "sglang", "max_total_tokens", 0):
+            kv = min(kv, int(limit) * self._kv_bytes_per_token())
         return {"weights": weights, "kv_cache": kv, "cuda_graph": int(c.CUDA_GRAPHS.value)}
 
     def weights(self) -> int:
@@ -446,6 +493,9 @@ class _Engine:
         total = sum(self._bytes(w, quantised=False) for w in outside)
         for layer, count in kinds_of(self.arch, range(len(self.arch.layers))):
             total += count * sum(self._bytes(weight, quantised=True) for weight in layer.weights)
+        if _sglang(self.config, "speculative_algorithm", None):
+            # The draft model: the model's own layers for predicting further tokens.
+            total += sum(self._bytes(weight, quantised=True) for layer in self.arch.mtp for weight in layer.weights)
         return total
 
     def sent_bytes(self) -> int:
@@ -473,6 +523,11 @@ class _Engine:
         )
 
 
+def _is_attention(name: str) -> bool:
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return "attn" in name or "attention" in name or any(part in name for part in projections)
+
+
 def _weight_bytes(weight: Weight, dtype: str, tp: int, attention_tp: int, arch: Architecture) -> int:
     numel = weight.numel
     if weight.is_expert:
@@ -480,7 +535,7 @@ def _weight_bytes(weight: Weight, dtype: str, tp: int, attention_tp: int, arch: 
     elif weight.split == "vocab":
         numel //= attention_tp
     elif weight.split in ("column", "row"):
-        cut = attention_tp if "attn" in weight.name or "attention" in weight.name else tp
+        cut = attention_tp if _is_attention(weight.name) else tp
         if any(part in weight.name for part in ("k_proj", "v_proj")) and arch.num_kv_heads < cut:
             cut = max(1, arch.num_kv_heads)  # fewer KV heads than ranks: each head is on several
         numel //= cut
@@ -519,7 +574,7 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
     engines = max(1, count // config.rollout.rollout_num_gpus_per_engine)
     processes = count * (c.TRAINER_PROCESS.value + c.ENGINE_PROCESS.value) + engines * c.ENGINE_FRONT.value
     static = {"processes": int(processes + c.NODE_BASE.value)}
-    params = sum(stage.regions["params"] for stage in ranks)
+    params = sum(stage.actor_bytes for stage in ranks)
     if config.world_size > 1:
         static["distributed"] = int(count * c.DISTRIBUTED_HOST.value)
         if not config.has_lora:
@@ -527,7 +582,8 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
     if parameters := trainer.host_optimizer(ranks):
         static |= trainer.on_host(parameters)
     static["object_store"] = _rollout_bytes(config)
-    if config.algorithm.kl_loss_coef > 0 or _megatron(config, "use_kl_loss", False):
+    has_reference = config.algorithm.kl_loss_coef > 0 or _megatron(config, "use_kl_loss", False)
+    if has_reference and not config.has_lora:  # with LoRA the base is the reference
         static["reference"] = params
     return static
 

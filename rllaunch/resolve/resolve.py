@@ -531,6 +531,10 @@ def _derive(config: LaunchConfig, origins: Mapping[str, tuple[Origin, ...]]) -> 
     if batch is None and samples % steps == 0:
         source = "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout"
         derived.append(Setting("trainer.global_batch_size", samples // steps, source))
+    if trainer.backend == "megatron" and trainer.micro_batch_size is None and trainer.max_tokens_per_gpu is None:
+        derived.append(
+            Setting("trainer.micro_batch_size", 1, "megatron: one sample, unless max_tokens_per_gpu says more")
+        )
     if trainer.expert_tensor_parallel_size is None:
         source = "follows trainer.tensor_model_parallel_size"
         derived.append(Setting("trainer.expert_tensor_parallel_size", trainer.tensor_model_parallel_size, source))

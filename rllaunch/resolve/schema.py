@@ -145,7 +145,7 @@ class Trainer(Section):
     num_steps_per_rollout: Annotated[int | None, Flag("--num-steps-per-rollout")] = Field(default=None, ge=1)
     """Optimizer steps one rollout is cut into; follows from `global_batch_size` when that is set, else 1."""
     micro_batch_size: Annotated[int | None, Flag("--micro-batch-size")] = Field(default=None, ge=1)
-    """Samples of one forward and backward pass on a rank; unset: the rank's whole share."""
+    """Samples of one forward and backward pass on a rank. Unset: one (`megatron`), or the whole share (`embedded`)."""
     max_tokens_per_gpu: Annotated[int | None, Flag("--max-tokens-per-gpu")] = Field(default=None, ge=1)
     """Token budget of a dynamic micro-batch on one GPU."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], Flag("--recompute-granularity")] = "none"

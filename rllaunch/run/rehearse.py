@@ -70,21 +70,25 @@ def in_small(resolved: Resolved, plan: MemoryPlan, task: Mapping[str, Any], rank
     bare = _small(resolved, plan, task, ranks)
     data = load_task(bare)
     actual = _actual_bytes(bare.config, schedule, data, ranks)
-    wanted = _per_slot(plan)
-    ratio = max(RATIO, *(min(2.0**-6, n / wanted[r]) for r, n in actual.items() if wanted.get(r, 0) > 0))
-    regions = {r: max(actual.get(r, 0), int(wanted.get(r, 0) * ratio)) for r in get_args(Region)}
-    pools = _pools(plan, ratio, ranks, regions, wanted)
-    made = replace(bare, config=_updated(bare.config, {"pools": pools}))
-    rehearsal = Rehearsal(made, schedule, plan, ratio, plan.first_break)
     broken = plan.first_break
     told = None if broken is None else (broken.phase, broken.step, broken.tier)
-    if (here := foretold(rehearsal)) != told:
-        raise RunError(
-            "the rehearsal does not break where the plan does",
-            (f"plan: {told}", f"rehearsal: {here}"),
-            "report this with what `rllaunch plan --json` prints",
-        )
-    return rehearsal
+    # One slot stands for one GPU: for the stage that breaks as the plan does, the fullest first.
+    found = None
+    for stage in sorted(plan.sizes.gpus, key=lambda gpu: -sum(gpu.values())):
+        wanted = _per_slot(plan, stage)
+        ratio = max(RATIO, *(min(2.0**-6, n / wanted[r]) for r, n in actual.items() if wanted.get(r, 0) > 0))
+        regions = {r: max(actual.get(r, 0), int(wanted.get(r, 0) * ratio)) for r in get_args(Region)}
+        pools = _pools(plan, ratio, ranks, regions, wanted)
+        made = replace(bare, config=_updated(bare.config, {"pools": pools}))
+        rehearsal = Rehearsal(made, schedule, plan, ratio, broken)
+        found = foretold(rehearsal)
+        if found == told:
+            return rehearsal
+    raise RunError(
+        "the rehearsal does not break where the plan does",
+        (f"plan: {told}", f"rehearsal: {found}"),
+        "report this with what `rllaunch plan --json` prints",
+    )
 
 
 def _small(resolved: Resolved, plan: MemoryPlan, task: Mapping[str, Any], ranks: int) -> Resolved:
@@ -171,14 +175,14 @@ def _actual_bytes(config: LaunchConfig, schedule: Schedule, data: TaskData, rank
     return sizes
 
 
-def _per_slot(plan: MemoryPlan) -> dict[Region, int]:
+def _per_slot(plan: MemoryPlan, stage: Mapping[Region, int]) -> dict[Region, int]:
     """Bytes of each region of one GPU at full size, such that a node's copies add up to the plan's.
 
     The fullest GPU may hold more than the mean of the fullest node. The difference goes to the gradients, which
     are on the GPU when the state is and never on the host.
     """
     gpus = plan.sizes.gpus_per_node
-    sizes = dict(plan.sizes.gpu)
+    sizes = dict(stage)
     for region in ("params", "optimizer"):
         share = plan.sizes.node[region] // gpus
         sizes["grads"] += max(0, sizes[region] - share)
@@ -239,6 +243,30 @@ def _over(step: StepBytes, gpu: int | None, host: int | None) -> str | None:
     return "host" if host is not None and step.host_peak > host else None
 
 
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    """What was recorded; nothing where it broke before the first step."""
+    file = run_dir / "events.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def broke_at(run_dir: Path, rehearsal: Rehearsal) -> tuple[str, str]:
+    """(phase, step) that ended a rehearsal: the one after the last that was recorded.
+
+    Engines that do not even load break the first.
+    """
+    done = len(_events(run_dir))
+    init, last = rehearsal.schedule.init, CYCLES - 1
+    if done < len(init):
+        return "init", init[done].name
+    done -= len(init)
+    for rollout in range(CYCLES):
+        steps = list(rehearsal.schedule.steps(save=rollout == last, evaluate=False))
+        if done < len(steps):
+            return "cycle", steps[done].name
+        done -= len(steps)
+    return "cycle", "nothing"
+
+
 @dataclass(frozen=True)
 class Row:
     """A step as it ran: bytes at their fullest, scaled back to the big launch."""
@@ -258,7 +286,7 @@ def timeline(run_dir: Path, rehearsal: Rehearsal) -> list[Row]:
     What was measured is scaled by what the pools were planned to hold, so that a region which the shrunk model could
     not make small enough does not count as a difference.
     """
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    events = _events(run_dir)
     rollouts = [e["rollout_id"] for e in events if e["rollout_id"] is not None]
     shown = [e for e in events if e["rollout_id"] in (None, max(rollouts, default=None))]
     planned = {(s.phase, s.name): s for s in rehearsal.plan.steps}

@@ -29,7 +29,11 @@ def planned(launch: str) -> tuple[Resolved, MemoryPlan]:
     words = shlex.split(launch.format(one_h200=HERE / "one_h200.toml"))
     settings, files, rest = take_flags(words)
     assert rest == []
-    resolved = resolve(Request(tuple(files), tuple(settings), environ={}), load_plugins())
+    plugins = load_plugins()
+    # A report is planned from its own flags: cells that came later have no say in it.
+    store = plugins.profiles()
+    store.profiles[:] = [p for p in store.profiles if p.kind != "cell" or p.model == "dsv4"]
+    resolved = resolve(Request(tuple(files), tuple(settings), environ={}), plugins)
     choice = plan_launch(resolved)
     assert isinstance(choice, Choice), choice
     return resolved, choice.taken.plan

@@ -214,3 +214,39 @@ def test_static_bytes_are_planned_once_a_node_and_copies_once_a_slot(tmp_path: P
     planned = {e["step"]: (e["planned_gpu_bytes"], e["planned_host_bytes"]) for e in events}
     assert planned["trainer.init"] == (11 + 7 + 13, 1000)
     assert planned["trainer.offload"] == (11, 1000 + 3 * (7 + 13))
+
+
+class Recorded:
+    """Stands where an actor's method would, and keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def remote(self, *arguments: Any) -> str:
+        self.arguments.append(arguments)
+        return f"answer {len(self.arguments)}"
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.run, self.update_weights = Recorded(), Recorded()
+
+
+@pytest.mark.parametrize(("num_ranks", "waits"), [(1, ()), (2, ("answer 1", "answer 1"))])
+def test_an_update_sent_ahead_waits_for_the_steps_of_every_rank(num_ranks: int, waits: tuple[str, ...]):
+    """An engine's weights return to all GPUs at once: a rank that is late to offload would still be on its own."""
+    from rllaunch.run.train_group import TrainGroup
+
+    ranks = [Rank() for _ in range(num_ranks)]
+    group = TrainGroup(ranks)
+    under_way = group.start(["trainer.offload"], None)
+    group.start_update(1, "manager", ["engine.onload_weights"], under_way)
+    for rank in ranks:
+        assert rank.update_weights.arguments == [(1, "manager", ["engine.onload_weights"], *waits)]
+
+
+def test_a_rank_does_nothing_after_another_ranks_error():
+    from rllaunch.run.train_group import TrainerRank
+
+    failed: tuple[list[StepResult], RllaunchError | None] = ([], RunError("no memory"))
+    assert TrainerRank().update_weights(1, "manager", [], ([], None), failed) == ([], None)

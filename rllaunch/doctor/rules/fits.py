@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.plan.advice import FRACTION, advise, safe_fraction, told, usable_memory
+from rllaunch.plan.advice import FRACTION, Advice, advise, safe_fraction, told, usable_memory
 from rllaunch.plan.choose import OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.forecast import PlannedStep, Tier, name_of
 from rllaunch.resolve.origins import Resolved
@@ -72,7 +72,7 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
         f"does not fit in {place}: {_step(first)} needs {gib(first.total(tier))}, {gib(limit)} are there"
         f" ({plan.label}{more})\n{_sum(worst, tier)}"
     )
-    ways = advise(resolved, architecture_of(resolved), choice, tier)
+    ways = _advice(resolved, choice, tier)
     fitting = [way for way in ways if way.fits]
     told_ways = [told(way, tier) for way in (fitting or ways)[:3]]
     fix = (
@@ -84,6 +84,19 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
         fix = f"no single change is enough: {fix}; `rllaunch plan --fit` looks for a layout"
     keys = [_LIMIT_KEYS[tier], ORDER, *(["handoff.train_memory_margin_bytes"] if tier == "gpu" else [])]
     yield rule.error(resolved, message, keys, fix)
+
+
+def _advice(resolved: Resolved, choice: Choice, tier: Tier) -> list[Advice]:
+    """Changes that lower a peak, without those that another rule would refuse."""
+    return [a for a in advise(resolved, architecture_of(resolved), choice, tier) if is_sound(a.resolved)]
+
+
+def is_sound(resolved: Resolved) -> bool:
+    """Whether no rule about the configuration, memory aside, has an error to tell."""
+    from rllaunch.doctor.engine import builtin_rules
+
+    rules = (rule for rule in builtin_rules() if rule.code.startswith("RL3") and not rule.probes)
+    return not any(finding.level == "error" for rule in rules for finding in rule.check(resolved))
 
 
 def _sum(step: PlannedStep, tier: Tier) -> str:
@@ -111,7 +124,7 @@ def _check_headroom(resolved: Resolved) -> Iterator[Finding]:
             f"fits, but leaves {room:.1%} of the {tier}'s {gib(limit)} free: "
             f"{_step(step)} needs {gib(step.total(tier))}\n{_sum(step, tier)}"
         )
-        ways = [way for way in advise(resolved, architecture_of(resolved), choice, tier) if way.fits][:2]
+        ways = [way for way in _advice(resolved, choice, tier) if way.fits][:2]
         fix = (
             ", or ".join(told(way, tier) for way in ways) or "a forecast is no closer than this; watch the first cycle"
         )
@@ -161,11 +174,11 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
 
 def _check_mirror(resolved: Resolved) -> Iterator[Finding]:
     choice, config = _choice(resolved), resolved.config
-    has_draft = "speculative_algorithm" in (config.sglang.model_extra or {})
+    has_draft = (config.sglang.model_extra or {}).get("speculative_algorithm")
     if choice is None or config.sglang.ep_size > 1 or config.has_lora or has_draft:
         return
     plan = choice.taken.plan
-    if plan.options.has_mirror and config.handoff.engine_weights == "mirror":
+    if plan.options.has_mirror and resolved.is_set(WEIGHTS):
         saved = plan.sizes.node["weights"]
         yield MIRROR.finding(
             "warning",
@@ -213,7 +226,8 @@ def _check_needless(resolved: Resolved) -> Iterator[Finding]:
             f"everything fits on the GPU at once ({gib(resident.peak('gpu'))} at its peak): offloading costs "
             f"{plan.seconds - resident.seconds:.1f} s a cycle for nothing",
             ["handoff.offload_train", "handoff.offload_rollout"],
-            "--no-offload-train --no-offload-rollout",
+            "--no-offload-train --no-offload-rollout"
+            + (" --colocate-memory-peak-device cpu" if options.order == "gpu" else ""),
         )
 
 
