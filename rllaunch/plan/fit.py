@@ -22,7 +22,11 @@ MAX_TP = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions on so many nodes."""
+    """Sizes of the parallel dimensions on so many nodes.
+
+    Args:
+        ends: layers of the first and of the last stage where the layers do not divide over all of them.
+    """
 
     nodes: int
     tp: int
