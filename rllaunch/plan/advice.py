@@ -9,8 +9,9 @@ from typing import Any
 from rllaunch.errors import RllaunchError
 from rllaunch.flags import command_of
 from rllaunch.plan.architecture import Architecture
-from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose
+from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose, reopened
 from rllaunch.plan.forecast import MemoryPlan, Tier
+from rllaunch.plan.handoff import update_rewrites_all
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.units import gib
@@ -51,6 +52,7 @@ def changed(resolved: Resolved, values: Mapping[str, Any]) -> Resolved:
 def advise(resolved: Resolved, architecture: Architecture, choice: Choice, tier: Tier) -> list[Advice]:
     """Changes that lower the peak on a tier: those that make the launch fit first, the lightest of them in front."""
     peak = choice.taken.plan.peak(tier)
+    is_open = reopened(resolved)
     found = []
     for values in _levers(resolved, choice):
         made = changed(resolved, values | _followers(resolved, values))
@@ -118,17 +120,20 @@ def _followers(resolved: Resolved, values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in following.items() if key not in values}
 
 
-def safe_fraction(plan: MemoryPlan, config: LaunchConfig) -> float | None:
+def safe_fraction(plan: MemoryPlan, config: LaunchConfig, *, headroom: float = 0.0) -> float | None:
     """The largest `mem_fraction_static`, in hundredths, with which the engines' fullest step fits on the GPU.
 
     What the KV cache may take is the limit less everything else that is there in the step that holds it.
+
+    Args:
+        headroom: share of the limit that stays free.
     """
     limit, hbm = plan.limits.gpu, config.hardware.gpu_memory_bytes
     with_kv = [step for step in plan.steps if "kv_cache" in step.gpu]
     if limit is None or hbm is None or not with_kv:
         return None
     fullest = max(with_kv, key=lambda step: step.total("gpu"))
-    spare = limit - fullest.total("gpu")
+    spare = int(limit * (1 - headroom)) - fullest.total("gpu")
     usable = usable_memory(plan, hbm)
     fraction = config.sglang.mem_fraction_static + spare / usable
     return max(0.0, min(0.99, int(fraction * 100) / 100))

@@ -269,6 +269,33 @@ def told_break(broken: Break, limits: Limits) -> str:
     return f"exceeds the {_TIER_NAMES[broken.tier]}'s {gib(limit)} by {gib(broken.excess)} in {broken.step} ({phase})"
 
 
+_DECIDED = "the fastest that fits"
+_DECIDABLE = (
+    ORDER,
+    BUFFERS,
+    WEIGHTS,
+    "handoff.offload_train",
+    "handoff.offload_rollout",
+    "handoff.offload_rollout_level",
+    OPTIMIZER,
+)
+
+
+def reopened(resolved: Resolved) -> Resolved:
+    """The launch with what `decided` filled in open again, as it would be with another flag on its command line."""
+    origins = dict(resolved.origins)
+    values: dict[str, dict[str, Any]] = {}
+    for key in _DECIDABLE:
+        of_key = origins.get(key, ())
+        if of_key and of_key[-1].layer == "derived" and of_key[-1].source.endswith(_DECIDED):
+            origins[key] = of_key[:-1]
+            section, _, name = key.partition(".")
+            default = type(getattr(resolved.config, section)).model_fields[name].default
+            values.setdefault(section, {})[name] = origins[key][-1].value if origins[key] else default
+    sections = {s: getattr(resolved.config, s).model_copy(update=given) for s, given in values.items()}
+    return replace(resolved, config=resolved.config.model_copy(update=sections), origins=origins)
+
+
 def decided(resolved: Resolved) -> Resolved:
     """The launch with what `auto` took in its config, each value derived; unchanged where it cannot be planned.
 
