@@ -118,6 +118,16 @@ class HandoffOptions:
         return tuple(reasons)
 
 
+def update_rewrites_all(config: LaunchConfig) -> bool:
+    """Whether a weight update brings every tensor of an engine back.
+
+    LoRA sends the adapters only; expert-parallel engines hold tensors that no update re-sends
+    (radixark/miles#835); a draft model's are not the trainer's.
+    """
+    has_draft = bool((config.sglang.model_extra or {}).get("speculative_algorithm"))
+    return not (config.has_lora or has_draft or config.sglang.ep_size > 1)
+
+
 def options_of(config: LaunchConfig) -> HandoffOptions:
     """The handoff a resolved config asks for, with `auto` decided by what is known without a plan.
 

@@ -8,6 +8,7 @@ from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.plan.advice import FRACTION, Advice, advise, safe_fraction, told, usable_memory
 from rllaunch.plan.choose import OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.forecast import PlannedStep, Tier, name_of
+from rllaunch.plan.handoff import update_rewrites_all
 from rllaunch.resolve.origins import Resolved
 from rllaunch.units import gib
 
@@ -212,7 +213,7 @@ def _check_needless(resolved: Resolved) -> Iterator[Finding]:
         return
     plan = choice.taken.plan
     options = plan.options
-    if not (options.offload_train or options.offload_rollout):
+    if not (options.offload_train or options.offload_rollout) or not plan.sizes.gpu["kv_cache"]:
         return
     none = replace(options, order="cpu", offload_train=False, offload_rollout=False, buffers="retained")
     if none.illegal():
