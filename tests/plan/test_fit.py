@@ -121,3 +121,14 @@ def test_flags_name_what_a_profile_or_the_user_had_otherwise():
     assert f"--sglang-tp-size {made.found[0].layout.engine_gpus}" in flags
     small = answer("--model qwen3-0.6b --hardware H100").found[0]
     assert small.flags == "--num-nodes 1 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
+
+
+def test_every_data_parallel_rank_gets_as_many_samples():
+    launch = resolved("--model qwen3-0.6b --hardware H100 --rollout-batch-size 3 --n-samples-per-prompt 2")
+    assert {8 // (at.tp * at.pp) for at in layouts(launch, architecture_of(launch), 1)} == {1, 2}
+
+
+def test_kv_heads_divide_the_ranks_or_the_ranks_them():
+    twelve = "--set model.architecture.num_attention_heads=24 --set model.architecture.num_key_value_heads=12"
+    launch = resolved(f"--model qwen3-0.6b --hardware H100 {twelve}")
+    assert {at.tp for at in layouts(launch, architecture_of(launch), 1)} == {1, 2, 4}
