@@ -46,6 +46,8 @@ def plan(
     Start-up and one cycle in the order that is taken and in the other, each with its peaks, limits and
     the first step that breaks one. Exit code 4 if it does not fit.
     """
+    if fit and plot is not None:
+        raise UsageError("--plot draws one plan, --fit looks at many", f"--plot {plot}", "one of the two")
     made = launch(request_of(ctx))
     if fit:
         _fit(made.resolved, max_nodes, json)

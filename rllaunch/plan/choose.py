@@ -81,7 +81,9 @@ def _plan(resolved: Resolved) -> Choice | Unknown:
     config = resolved.config
     if not config.handoff.colocate:
         return Unknown(
-            "trainer and engines on GPUs of their own are not planned", (resolved.describe("handoff.colocate"),)
+            "trainer and engines on GPUs of their own are not planned",
+            (resolved.describe("handoff.colocate"),),
+            "--colocate plans them in turns on the same GPUs",
         )
     try:
         architecture = architecture_of(resolved)

@@ -152,8 +152,9 @@ def stage_layers(config: LaunchConfig, num_layers: int) -> list[range]:
     middle = size - (first is not None) - (last is not None)
     rest = num_layers - (first or 0) - (last or 0)
     if rest < 0 or (middle == 0 and rest):
+        ends = " and ".join(f"{n} in the {end}" for n, end in ((first, "first"), (last, "last")) if n is not None)
         raise ConfigError(
-            f"{size} pipeline stages with {first} and {last} layers at the ends do not hold {num_layers} layers",
+            f"{size} pipeline stages with {ends} do not hold {num_layers} layers",
             "trainer.pipeline_model_parallel_size",
             "set decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers so that the rest divides",
         )
