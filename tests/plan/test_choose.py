@@ -271,7 +271,7 @@ def test_stages_that_do_not_hold_the_layers_are_told_not_guessed():
     answer = unknown(
         f"{SMALL} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 4"
     )
-    assert answer.what == "2 pipeline stages with 4 and 4 layers at the ends do not hold 28 layers"
+    assert answer.what == "2 pipeline stages with 4 in the first and 4 in the last do not hold 28 layers"
 
 
 def test_a_launch_that_is_not_colocated_is_not_planned():

@@ -165,7 +165,9 @@ def test_stages_that_cannot_hold_the_layers_are_an_error_with_both_numbers():
         decoder_first_pipeline_num_layers=4,
         decoder_last_pipeline_num_layers=3,
     )
-    with pytest.raises(ConfigError, match="2 pipeline stages with 4 and 3 layers at the ends do not hold 28 layers"):
+    with pytest.raises(
+        ConfigError, match="2 pipeline stages with 4 in the first and 3 in the last do not hold 28 layers"
+    ):
         stage_layers(launch, 28)
 
 

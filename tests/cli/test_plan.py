@@ -1,0 +1,279 @@
+"""`rllaunch plan`: what a person reads, what a machine reads, what is drawn, and the exit code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DSV4 = ("--model", "dsv4", "--hardware", "GB300")
+CPU_ORDER = (*DSV4, "--colocate-memory-peak-device", "cpu")
+SMALL = ("--model", "qwen3-0.6b", "--hardware", "H100")
+HEAVY = ("torch", "ray", "transformers", "matplotlib", "numpy")
+STEPS = {
+    "engine.offload_kv",
+    "engine.offload_weights",
+    "engine.onload_weights",
+    "engine.onload_kv",
+    "trainer.init",
+    "trainer.onload",
+    "trainer.clear_memory",
+    "trainer.offload",
+    "generate",
+    "train",
+    "save",
+    "update_weights",
+    "eval",
+}
+
+
+@pytest.mark.parametrize(
+    "words", [("plan", *DSV4), ("plan", *CPU_ORDER, "--json"), ("plan", "--fit", *SMALL)], ids=" ".join
+)
+def test_planning_imports_nothing_heavy(words: tuple[str, ...]):
+    script = (
+        "import sys\n"
+        "from rllaunch.cli import main\n"
+        f"try: main({list(words)!r})\n"
+        "except SystemExit: pass\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert done.stdout
+
+
+# -- for a person ----------------------------------------------------------------------------------
+
+
+def test_a_launch_that_fits_says_so_in_its_first_lines_and_exits_0(rllaunch: Any):
+    result = rllaunch("plan", *DSV4)
+    assert result.code == 0
+    first, second, *_ = result.out.splitlines()
+    assert first == "dsv4 (284.3 B parameters) on 8 × 4 GB300: fits"
+    assert second == "  gpu order, mirror, shared backup, optimizer on the host"
+    assert "✗" not in step_tables(result.out)[0]
+
+
+def test_a_launch_that_does_not_fit_exits_4_and_marks_the_first_step_that_breaks(rllaunch: Any):
+    result = rllaunch("plan", *CPU_ORDER)
+    assert result.code == 4
+    assert result.out.splitlines()[0] == "dsv4 (284.3 B parameters) on 8 × 4 GB300: does not fit"
+    marked = [line for line in result.out.splitlines() if "✗" in line]
+    assert len(marked) == 1
+    assert re.search(r"✗ +trainer\.offload ", marked[0])
+    assert result.err == (
+        "hint: `rllaunch doctor` says what would free how much, `rllaunch plan --fit` looks for a layout\n"
+    )
+
+
+def step_tables(out: str) -> list[str]:
+    """The tables of the two schedules, which stand side by side: the left and the right half."""
+    lines = out.splitlines()
+    (head,) = (i for i, line in enumerate(lines) if "(taken)" in line)
+    (end,) = (i for i, line in enumerate(lines) if "What else there is" in line)
+    cut = lines[head].index("order, ", lines[head].index("(taken)")) - 4
+    return ["\n".join(line[:cut] for line in lines[head:end]), "\n".join(line[cut:] for line in lines[head:end])]
+
+
+def test_both_orders_stand_side_by_side(rllaunch: Any):
+    taken, other = step_tables(rllaunch("plan", *DSV4).out)
+    assert taken.startswith("gpu order, mirror, shared backup, optimizer on the host (taken)")
+    assert other.lstrip().startswith("cpu order, mirror, fresh backup, optimizer on the host (the other")
+    assert "trainer.clear_memory" in taken
+    assert "trainer.clear_memory" not in other
+    assert "✗" in other
+
+
+def test_the_limits_stand_beside_the_peaks(rllaunch: Any):
+    out = rllaunch("plan", *DSV4).out
+    answer = rllaunch("plan", *DSV4, "--json").json()
+    for name, tier in (("a GPU", "gpu"), ("a node's host", "host")):
+        (line,) = (line for line in out.splitlines() if line.startswith(f" {name} "))
+        peak, limit = answer["peaks"][tier], answer["limits"][tier]
+        assert line.split()[name.count(" ") + 1 :][:5] == [
+            *f"{peak / 2**30:.1f} GiB {limit / 2**30:.1f} GiB".split(),
+            f"{1 - peak / limit:.1%}",
+        ]
+
+
+def test_a_limit_nobody_states_is_not_known_and_the_rest_is_planned(rllaunch: Any):
+    result = rllaunch("plan", *SMALL, "--set", "hardware.host_memory_bytes=unset")
+    assert result.code == 0
+    (line,) = (line for line in result.out.splitlines() if line.startswith(" a node's host "))
+    assert " not known " in line
+
+
+def test_what_else_there_is_says_why_not(rllaunch: Any):
+    out = rllaunch("plan", *CPU_ORDER).out
+    assert "exceeds the host's 898.0 GiB by " in out
+    assert "not open:" in out
+
+
+def test_what_is_more_than_a_screen_is_counted(rllaunch: Any):
+    out = rllaunch("plan", *SMALL, "--colocate-memory-peak-device", "auto").out
+    others = len(rllaunch("plan", *SMALL, "--colocate-memory-peak-device", "auto", "--json").json()["alternatives"])
+    assert out.splitlines()[-1] == f"… and {others - 12} more: --json has them all"
+
+
+def test_an_engine_without_a_known_gpu_is_noted(rllaunch: Any):
+    result = rllaunch("plan", *SMALL, "--set", "hardware.gpu_memory_bytes=unset")
+    assert "note: the profile states no GPU memory: the KV cache's size is unknown" in result.err
+
+
+# -- for a machine ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [DSV4, CPU_ORDER, (*SMALL, "--colocate-memory-peak-device", "auto")], ids=" ".join)
+def test_json_has_the_documented_shape(rllaunch: Any, words: tuple[str, ...]):
+    result = rllaunch("plan", *words, "--json")
+    answer = result.json()
+    assert result.code == (0 if answer["fits"] else 4)
+    assert set(answer) == {
+        *("order", "engine_weights", "buffers", "offload_train", "offload_rollout", "steps", "parameters", "peaks"),
+        *("limits", "fits", "first_break", "seconds", "alternatives"),
+    }
+    assert answer["order"] in ("cpu", "gpu")
+    assert answer["engine_weights"] in ("mirror", "discard", "resident")
+    assert type(answer["parameters"]) is int
+    for step in answer["steps"]:
+        assert set(step) == {"phase", "name", "gpu", "host", "seconds"}
+        assert step["phase"] in ("init", "cycle")
+        assert step["name"] in STEPS
+        for tier in ("gpu", "host"):
+            assert all(type(size) is int and size >= 0 for size in step[tier].values())
+            assert step[tier]["total"] == sum(size for name, size in step[tier].items() if name != "total")
+    phases = [step["phase"] for step in answer["steps"]]
+    assert phases == sorted(phases, reverse=True), "start-up, then the cycle"
+    for tier in ("gpu", "host"):
+        assert answer["peaks"][tier] == max(step[tier]["total"] for step in answer["steps"])
+        assert type(answer["limits"][tier]) is int
+    assert answer["fits"] == all(answer["peaks"][tier] <= answer["limits"][tier] for tier in ("gpu", "host"))
+
+
+@pytest.mark.parametrize("words", [DSV4, CPU_ORDER, (*SMALL, "--colocate-memory-peak-device", "auto")], ids=" ".join)
+def test_json_has_what_else_there_is(rllaunch: Any, words: tuple[str, ...]):
+    others = rllaunch("plan", *words, "--json").json()["alternatives"]
+    assert others
+    for other in others:
+        assert {"order", "engine_weights", "buffers", "peaks", "fits", "seconds", "why_not"} <= set(other)
+        assert "steps" not in other
+        assert type(other["peaks"]["gpu"]) is type(other["peaks"]["host"]) is int
+        assert other["why_not"]
+        assert (other["first_break"] is None) is other["fits"]
+
+
+def test_json_names_the_first_step_that_breaks(rllaunch: Any):
+    answer = rllaunch("plan", *CPU_ORDER, "--json").json()
+    over = [s for s in answer["steps"] if s["host"]["total"] > answer["limits"]["host"]]
+    assert answer["first_break"] == {
+        "phase": over[0]["phase"],
+        "step": over[0]["name"],
+        "tier": "host",
+        "excess": over[0]["host"]["total"] - answer["limits"]["host"],
+    }
+    assert (over[0]["phase"], over[0]["name"]) == ("init", "trainer.offload")
+    assert rllaunch("plan", *DSV4, "--json").json()["first_break"] is None
+
+
+def test_json_of_fit_has_flags_that_plan_as_they_say(rllaunch: Any):
+    result = rllaunch("plan", "--fit", *SMALL, "--json")
+    assert result.code == 0
+    answer = result.json()
+    assert set(answer) == {"found", "smaller", "considered"}
+    best = answer["found"][0]
+    again = rllaunch("plan", *SMALL, *best["flags"].split(), "--json").json()
+    assert again["peaks"] == best["peaks"]
+    assert again["fits"] is best["fits"] is True
+
+
+def test_where_no_layout_fits_the_exit_code_is_4_and_each_count_says_why(rllaunch: Any):
+    result = rllaunch("plan", "--fit", *DSV4, "--max-nodes", "4")
+    assert result.code == 4
+    lines = result.out.splitlines()
+    assert lines[0] == "dsv4 on GB300: no layout on up to 4 nodes fits"
+    assert [line.split(":")[0] for line in lines[1:]] == ["1 node", "2 nodes", "4 nodes"]
+    assert rllaunch("plan", "--fit", *DSV4, "--max-nodes", "4", "--json").json()["found"] == []
+
+
+def test_fit_names_the_flags_of_the_best_last(rllaunch: Any):
+    out = rllaunch("plan", "--fit", *SMALL).out
+    assert out.splitlines()[-1] == (
+        "as flags: --num-nodes 1 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
+    )
+
+
+# -- drawn -----------------------------------------------------------------------------------------
+
+
+def test_plot_writes_svg_and_png_of_both_orders(rllaunch: Any, tmp_path: Path):
+    for name, magic in (("plan.svg", b"<?xml"), ("plan.png", b"\x89PNG")):
+        result = rllaunch("plan", *CPU_ORDER, "--plot", tmp_path / name)
+        assert result.code == 4, "drawn, and it still does not fit"
+        assert f"drawn: {tmp_path / name}" in result.err.splitlines()
+        assert (tmp_path / name).read_bytes().startswith(magic)
+    svg = (tmp_path / "plan.svg").read_text()
+    for text in ("gpu order, mirror, shared backup", "cpu order, mirror, fresh backup", "dsv4 (284.3 B parameters)"):
+        assert text in svg
+
+
+def test_json_stays_json_when_it_is_drawn_too(rllaunch: Any, tmp_path: Path):
+    result = rllaunch("plan", *DSV4, "--json", "--plot", tmp_path / "plan.svg")
+    assert result.json()["fits"] is True
+    assert (tmp_path / "plan.svg").is_file()
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan"])
+def test_another_suffix_is_an_error_before_anything_is_written(rllaunch: Any, tmp_path: Path, name: str):
+    result = rllaunch("plan", *DSV4, "--plot", tmp_path / name)
+    assert result.code == 2
+    assert result.out == ""
+    assert "cannot draw a plan as" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_search_is_not_drawn_and_says_so(rllaunch: Any, tmp_path: Path):
+    result = rllaunch("plan", "--fit", *SMALL, "--plot", tmp_path / "plan.svg")
+    assert result.code == 2
+    assert result.err.startswith("error: --plot draws one plan, --fit looks at many\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- wrong input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--set", "model.architecture.model_type=quen3"),
+            "the launch cannot be planned: unknown model_type 'quen3'",
+        ),
+        (
+            ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "30"),
+            "the launch cannot be planned: 2 pipeline stages with 30 in the first do not hold 28 layers",
+        ),
+        (
+            ("--no-colocate",),
+            "the launch cannot be planned: trainer and engines on GPUs of their own are not planned",
+        ),
+        (
+            ("--colocate-memory-peak-device", "gpu", "--no-offload-train"),
+            "the launch cannot be planned: no handoff is legal: gpu order needs offload_train and offload_rollout",
+        ),
+    ],
+    ids=["model type", "stages", "not colocated", "no handoff"],
+)
+def test_what_cannot_be_planned_is_an_error_in_the_configuration(rllaunch: Any, words: tuple[str, ...], told: str):
+    result = rllaunch("plan", *SMALL, *words)
+    assert result.code == 3
+    assert result.err.startswith(f"error: {told}\n")
+    assert "\nhint: " in result.err
+    assert result.out == ""
+    answer = rllaunch("plan", *SMALL, *words, "--json").json()
+    assert answer["ok"] is False
+    assert [finding["message"] for finding in answer["findings"]] == [told]
