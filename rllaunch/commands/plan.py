@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -14,11 +13,10 @@ from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import render
 from rllaunch.doctor.rules.fits import is_sound
-from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError
-from rllaunch.flags import command_of
+from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError, UsageError
 from rllaunch.pipeline import launch
 from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
-from rllaunch.plan.fit import FitAnswer, Fitted
+from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
 from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier, name_of
 from rllaunch.resolve.origins import Resolved
@@ -214,7 +212,7 @@ def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
         console.data_json(
             {
                 "found": [
-                    {"nodes": f.layout.nodes, "layout": f.layout.label, "flags": _flags(f), **_summary(f.candidate)}
+                    {"nodes": f.layout.nodes, "layout": f.layout.label, "flags": f.flags, **_summary(f.candidate)}
                     for f in answer.found
                 ],
                 "smaller": [{"nodes": nodes, "why_not": why} for nodes, why in answer.smaller.items()],
@@ -227,10 +225,6 @@ def _fit(resolved: Resolved, max_nodes: int, json: bool) -> None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _flags(fitted: Fitted) -> str:
-    return shlex.join(command_of(fitted.values))
-
-
 def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
     name = f"{resolved.config.model.name} on {resolved.config.hardware.name}"
     rows = []
@@ -241,7 +235,7 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
     if rows:
         title = f"{name}: the best of {answer.considered} layouts that were planned"
         console.print_table(["nodes", "layout", "GPU", "free", "host", "free", "KV tokens", "handoff"], rows, title)
-        console.data(f"as flags: {_flags(answer.found[0])}")
+        console.data(f"as flags: {answer.found[0].flags}")
     else:
         console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
     for nodes, why in list(answer.smaller.items())[-MOST_COUNTS:]:

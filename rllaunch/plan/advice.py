@@ -55,7 +55,7 @@ def advise(resolved: Resolved, architecture: Architecture, choice: Choice, tier:
     is_open = reopened(resolved)
     found = []
     for values in _levers(resolved, choice):
-        made = changed(resolved, values | _followers(resolved, values))
+        made = changed(is_open, values | _followers(resolved, values))
         try:
             plan = choose(made, architecture, compare=False).taken.plan
         except (RllaunchError, ValueError):
@@ -79,7 +79,7 @@ def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
         yield {ORDER: "cpu", **buffers}
     if options.offload_train and options.buffers == "retained":
         yield {BUFFERS: "fresh"}
-    if options.has_mirror and not options.lora and config.sglang.ep_size == 1:
+    if options.has_mirror and update_rewrites_all(config):
         yield {WEIGHTS: "discard"}
     if not options.offload_rollout:
         yield {"handoff.offload_rollout": True}
@@ -95,7 +95,10 @@ def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
             "megatron.recompute_method": "uniform",
             "megatron.recompute_num_layers": 1,
         }
-    if (fraction := safe_fraction(choice.taken.plan, config)) and fraction < config.sglang.mem_fraction_static:
+    headroom = config.handoff.memory_headroom
+    if (
+        fraction := safe_fraction(choice.taken.plan, config, headroom=headroom)
+    ) and fraction < config.sglang.mem_fraction_static:
         yield {FRACTION: fraction}
     nodes = config.cluster.num_nodes
     for factor in (2, 4):
@@ -108,9 +111,7 @@ def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
 
 
 def _followers(resolved: Resolved, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows by itself: buffers that nobody set from the order, GPUs from the nodes."""
-    if ORDER in values and BUFFERS not in values:
-        return {BUFFERS: "auto"}
+    """What follows from more nodes by itself."""
     nodes = values.get("cluster.num_nodes")
     if nodes is None:
         return {}

@@ -271,7 +271,8 @@ def told_break(broken: Break, limits: Limits) -> str:
     return f"exceeds the {_TIER_NAMES[broken.tier]}'s {gib(limit)} by {gib(broken.excess)} in {broken.step} ({phase})"
 
 
-_DECIDED = "the fastest that fits"
+# How the source of a value begins that `decided` filled in.
+_DECIDED = " = auto: "
 _DECIDABLE = (
     ORDER,
     BUFFERS,
@@ -289,7 +290,7 @@ def reopened(resolved: Resolved) -> Resolved:
     values: dict[str, dict[str, Any]] = {}
     for key in _DECIDABLE:
         of_key = origins.get(key, ())
-        if of_key and of_key[-1].layer == "derived" and of_key[-1].source.endswith(_DECIDED):
+        if of_key and of_key[-1].layer == "derived" and _DECIDED in of_key[-1].source:
             origins[key] = of_key[:-1]
             section, _, name = key.partition(".")
             default = type(getattr(resolved.config, section)).model_fields[name].default
@@ -326,7 +327,7 @@ def decided(resolved: Resolved) -> Resolved:
     for key, value in taken.items():
         section, _, name = key.partition(".")
         values[section][name] = value
-        source = f"{ORDER if is_auto else key} = auto: {how}"
+        source = f"{ORDER if is_auto else key}{_DECIDED}{how}"
         shown = list(value) if isinstance(value, tuple) else value
         origins[key] = (*origins.get(key, ()), Origin(shown, "derived", source))
     config = LaunchConfig.model_validate(values)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from rllaunch.errors import ConfigError, RllaunchError
+from rllaunch.flags import command_of
 from rllaunch.plan.advice import changed
 from rllaunch.plan.architecture import Architecture
 from rllaunch.plan.choose import OPTIMIZER, Candidate, choose, least_room, told_break
@@ -25,7 +27,7 @@ class Layout:
     """Sizes of the parallel dimensions on so many nodes.
 
     Args:
-        ends: layers of the first and of the last stage where the layers do not divide over all of them.
+        last_stage: layers of the last pipeline stage, where they do not divide over all.
     """
 
     nodes: int
@@ -36,7 +38,6 @@ class Layout:
     engine_gpus: int
     optimizer_on_host: bool
     last_stage: int | None = None
-    """Layers of the last pipeline stage, where they do not divide."""
 
     @property
     def label(self) -> str:
@@ -57,6 +58,10 @@ class Fitted:
     layout: Layout
     candidate: Candidate
     values: Mapping[str, Any]
+
+    @property
+    def flags(self) -> str:
+        return shlex.join(command_of(self.values))
 
 
 @dataclass(frozen=True)
@@ -224,11 +229,17 @@ def layouts(
     cp = config.trainer.context_parallel_size
     experts, heads = architecture.num_experts, architecture.num_attention_heads
     engines = [g for g in _powers(world) if heads % g == 0 and (g <= per_node or g % per_node == 0)]
-    layers = len(architecture.layers)
+    layers, kv_heads = len(architecture.layers), architecture.num_kv_heads
+    samples = config.trainer.global_batch_size or config.num_samples
     for tp in _powers(min(MAX_TP, per_node)):
-        for pp in _divisors(world // tp) if world % tp == 0 and heads % tp == 0 else []:
-            if world % (tp * pp * cp) or pp > layers or (_last_stage(layers, pp) or 1) < 1:
+        if heads % tp or world % tp or (kv_heads % tp and tp % kv_heads):
+            continue
+        for pp in _divisors(world // tp):
+            last = _last_stage(layers, pp)
+            if pp > layers or (last is not None and last < 1) or world % (tp * pp * cp):
                 continue
+            if samples % (world // (tp * pp * cp)):
+                continue  # every data-parallel rank gets as many samples
             for ep in _divisors(world // pp) if experts else [1]:
                 if not experts or experts % ep == 0:
                     yield (tp, pp, ep), engines
@@ -250,8 +261,13 @@ def laid_out(resolved: Resolved, layout: Layout) -> Resolved:
 
 
 def needed_values(resolved: Resolved, layout: Layout) -> dict[str, Any]:
-    """What a layout sets that the launch does not have already."""
-    return {key: value for key, value in _values(resolved, layout).items() if resolved.value(key) != value}
+    """What a layout sets that the launch does not have already; what follows from others would follow these."""
+    values = _values(resolved, layout)
+    etp = "trainer.expert_tensor_parallel_size"
+    if layout.tp == 1 or layout.ep == 1:
+        del values[etp]
+    follows = {key for key in values if resolved.origin(key).layer == "derived"}
+    return {key: value for key, value in values.items() if key in follows or resolved.value(key) != value}
 
 
 def _values(resolved: Resolved, layout: Layout) -> dict[str, Any]:

@@ -131,17 +131,15 @@ def update_rewrites_all(config: LaunchConfig) -> bool:
 def options_of(config: LaunchConfig) -> HandoffOptions:
     """The handoff a resolved config asks for, with `auto` decided by what is known without a plan.
 
-    `engine_weights = auto`: mirror where an update does not rewrite every tensor (LoRA: only the
-    adapters travel; expert-parallel engines hold tensors no update re-sends, radixark/miles#835; a draft
-    model is never sent), else discard. `offload_train_buffers = auto`: one shared arena where that keeps the
-    promise of `gpu` order at full speed, else retained. `colocate_memory_peak_device = auto` is `cpu` here.
+    `engine_weights = auto`: discard where an update rewrites every tensor, else mirror.
+    `offload_train_buffers = auto`: one shared arena where that keeps the promise of `gpu` order at full speed,
+    else retained. `colocate_memory_peak_device = auto` is `cpu` here.
     """
     handoff = config.handoff
     lora = config.has_lora
     engine_weights = handoff.engine_weights
     if engine_weights == "auto":
-        draft = (config.sglang.model_extra or {}).get("speculative_algorithm")
-        engine_weights = "mirror" if lora or draft or config.sglang.ep_size > 1 else "discard"
+        engine_weights = "discard" if update_rewrites_all(config) else "mirror"
     order: Order = "gpu" if handoff.colocate_memory_peak_device == "gpu" else "cpu"
     options = HandoffOptions(
         order=order,

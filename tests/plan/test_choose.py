@@ -72,7 +72,7 @@ def test_no_faster_candidate_fits_with_the_headroom_that_was_asked_for(words: st
     if roomy:
         assert has_room(choice.taken, headroom)
         # Hundredths of a second are no reason to move more.
-        assert choice.taken.plan.seconds <= min(other.plan.seconds for other in roomy) + 0.01
+        assert choice.taken.plan.seconds_added <= min(other.plan.seconds_added for other in roomy) + 0.01
     elif any(other.plan.fits for other in is_open):
         assert choice.taken.plan.fits
         room = least_room(choice.taken.plan)[0]
@@ -90,7 +90,7 @@ def test_a_reason_is_true(words: str):
         plan, why = other.plan, other.why_not
         assert why.startswith("exceeds the ") is not plan.fits, why
         if "slower a cycle" in why:
-            assert plan.seconds > choice.taken.plan.seconds
+            assert plan.seconds_added > choice.taken.plan.seconds_added
         if "more on the host" in why:
             assert plan.peak("host") > choice.taken.plan.peak("host")
         if "holds more on the GPU" in why:
@@ -98,7 +98,7 @@ def test_a_reason_is_true(words: str):
         if "are asked for" in why:
             assert not has_room(other, launch.config.handoff.memory_headroom)
         if "is as good" in why or "is as fast" in why:
-            assert plan.seconds == pytest.approx(choice.taken.plan.seconds, abs=0.05)
+            assert plan.seconds_added == pytest.approx(choice.taken.plan.seconds, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_with_auto_deepseek_v4_keeps_the_engines_weights_on_gpus_that_have_the_r
 def test_a_small_model_stays_where_it_is():
     choice = chosen(f"{SMALL} {AUTO}")
     assert choice.taken.label == "nothing offloaded"
-    assert choice.taken.plan.seconds == min(c.plan.seconds for c in candidates(choice) if c.plan.fits)
+    assert choice.taken.plan.seconds_added == min(c.plan.seconds_added for c in candidates(choice) if c.plan.fits)
 
 
 def test_without_auto_an_order_offloads_as_it_always_did():

@@ -175,8 +175,7 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
 
 def _check_mirror(resolved: Resolved) -> Iterator[Finding]:
     choice, config = _choice(resolved), resolved.config
-    has_draft = (config.sglang.model_extra or {}).get("speculative_algorithm")
-    if choice is None or config.sglang.ep_size > 1 or config.has_lora or has_draft:
+    if choice is None or not update_rewrites_all(config):
         return
     plan = choice.taken.plan
     if plan.options.has_mirror and resolved.is_set(WEIGHTS):
