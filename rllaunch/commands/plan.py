@@ -56,6 +56,8 @@ def plan(
             console.data_json({"ok": False, "findings": [f.to_json() for f in wrong]})
         else:
             console.tinted_data(render(wrong))
+            nodes = made.config.cluster.num_nodes
+            console.say(f"hint: `rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more")
         raise typer.Exit(EXIT_CONFIG)
     choice = plan_launch(made.resolved)
     if isinstance(choice, Unknown):
@@ -152,7 +154,7 @@ def _show(resolved: Resolved, choice: Choice) -> None:
         nodes = resolved.config.cluster.num_nodes
         console.say(
             "hint: `rllaunch doctor` says what would free how much; "
-            f"`rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes, `--fit` for the fewest"
+            f"`rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more"
         )
 
 

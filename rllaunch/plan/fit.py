@@ -87,7 +87,7 @@ def fit(
     best: int = 10,
     is_sound: Callable[[Resolved], bool] = lambda _: True,
 ) -> FitAnswer:
-    """Search upwards from one node until a layout fits; a number of nodes that a user gave is the only one tried.
+    """Search upwards until a layout fits: from one node, or from the number of nodes that a user gave.
 
     Where nobody said where the optimizer lives, a layout that does not fit is tried with it on the host as well.
 
@@ -196,10 +196,8 @@ def _last_stage(layers: int, pp: int) -> int | None:
 
 def _node_counts(resolved: Resolved, max_nodes: int) -> Iterator[int]:
     key = "cluster.num_nodes"
-    if resolved.origin(key).layer in ("config", "env", "flag"):
-        yield resolved.config.cluster.num_nodes
-        return
-    yield from range(1, max_nodes + 1)
+    first = resolved.config.cluster.num_nodes if resolved.origin(key).layer in ("config", "env", "flag") else 1
+    yield from range(first, max(first, max_nodes) + 1)
 
 
 def _rank(fitted: Fitted) -> tuple[Any, ...]:
