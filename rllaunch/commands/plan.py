@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, pl
 from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
 from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier, name_of
-from rllaunch.resolve.origins import Resolved
+from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.units import gib
 
 app = command_app()
@@ -37,6 +38,9 @@ def plan(
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .svg or .png.")] = None,
     fit: Annotated[bool, typer.Option("--fit", help="How few nodes, and which layout? Plans every legal one.")] = False,
     max_nodes: Annotated[int, typer.Option("--max-nodes", min=1, help="With --fit: how far to look.")] = 64,
+    here: Annotated[
+        bool, typer.Option("--here", help="Take the limits of this machine where they are lower than the profile's.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="The plan as data.")] = False,
 ) -> None:
     """Will it fit? GPU and host memory of every step, before anything is booked.
@@ -47,6 +51,8 @@ def plan(
     if fit and plot is not None:
         raise UsageError("--plot draws one plan, --fit looks at many", f"--plot {plot}", "one of the two")
     made = launch(request_of(ctx))
+    if here:
+        made = replace(made, resolved=_here(made.resolved))
     if fit:
         _fit(made.resolved, max_nodes, json)
         return
@@ -73,6 +79,26 @@ def plan(
         _show(made.resolved, choice)
     if not choice.fits:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _here(resolved: Resolved) -> Resolved:
+    """The launch with what a job may use on this machine, where that is less than what the profile says."""
+    from rllaunch.resolve.limits import gpu_limits, host_limit
+
+    host, gpus = host_limit(), gpu_limits()
+    seen: dict[str, tuple[int, str]] = {}
+    if host is not None:
+        seen["hardware.host_memory_bytes"] = (host.bytes, f"this machine: {host.source}")
+    if any(gpus):
+        seen["hardware.gpu_memory_bytes"] = (min(gpus), "this machine: the driver")
+    values, origins = resolved.config.hardware, dict(resolved.origins)
+    for key, (found, source) in seen.items():
+        stated = resolved.value(key)
+        if stated is None or found < stated:
+            values = values.model_copy(update={key.partition(".")[2]: found})
+            origins[key] = (*origins.get(key, ()), Origin(found, "derived", source))
+    config = resolved.config.model_copy(update={"hardware": values})
+    return replace(resolved, config=config, origins=origins)
 
 
 def shown(choice: Choice) -> list[Candidate]:

@@ -277,3 +277,18 @@ def test_what_cannot_be_planned_is_an_error_in_the_configuration(rllaunch: Any, 
     answer = rllaunch("plan", *SMALL, *words, "--json").json()
     assert answer["ok"] is False
     assert [finding["message"] for finding in answer["findings"]] == [told]
+
+
+def test_the_limits_of_this_machine_count_where_they_are_lower(rllaunch: Any, monkeypatch: pytest.MonkeyPatch):
+    from rllaunch.resolve import limits
+
+    monkeypatch.setattr(limits, "host_limit", lambda: limits.HostLimit(100 * 2**30, "cgroup v2: memory.max"))
+    monkeypatch.setattr(limits, "gpu_limits", list)
+    launch = ("plan", "--model", "qwen3-8b", "--hardware", "H200", "--num-nodes", "1", "--json")
+    there, here = rllaunch(*launch), rllaunch(*launch, "--here")
+    assert (there.code, here.code) == (0, 4)
+    assert here.json()["limits"]["host"] == 100 * 2**30
+    assert here.json()["limits"]["gpu"] == there.json()["limits"]["gpu"]
+    large = limits.HostLimit(2**50, "physical")
+    monkeypatch.setattr(limits, "host_limit", lambda: large)
+    assert rllaunch(*launch, "--here").json()["limits"] == there.json()["limits"]
