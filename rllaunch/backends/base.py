@@ -154,6 +154,17 @@ class MemoryReading:
     moved_bytes: int = 0
 
 
+def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
+    """Of readings made in several places the most of each figure."""
+    return MemoryReading(
+        max(r.gpu_bytes for r in readings),
+        max(r.host_bytes for r in readings),
+        max(r.gpu_peak_bytes for r in readings),
+        max(r.host_peak_bytes for r in readings),
+        max(r.moved_bytes for r in readings),
+    )
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One step of the schedule as a worker ran it."""

@@ -23,6 +23,7 @@ from rllaunch.backends.base import (
     RolloutEngine,
     Slot,
     TrainBatch,
+    fullest,
 )
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, Region
@@ -315,7 +316,8 @@ class RolloutManager:
         return reward_B, stats
 
     def memory(self) -> MemoryReading:
-        return self.engines[0].memory()
+        """The fullest GPU and node of all engines; every one is read, so that each begins a new peak."""
+        return fullest([engine.memory() for engine in self.engines])
 
     def shutdown(self) -> None:
         self.health.stop()

@@ -21,6 +21,7 @@ from rllaunch.backends.base import (
     StepResult,
     TrainBatch,
     TrainerBackend,
+    fullest,
 )
 from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
@@ -155,7 +156,7 @@ class TrainGroup:
         host, port = ray.get(self.ranks[0].address.remote())
         infos = [RankInfo(rank, len(self.ranks), host, port) for rank in range(len(self.ranks))]
         path = str(checkpoint) if checkpoint else None
-        return _worst(ray.get([a.init.remote(i, path) for a, i in zip(self.ranks, infos, strict=True)]))
+        return fullest(ray.get([a.init.remote(i, path) for a, i in zip(self.ranks, infos, strict=True)]))
 
     def start(self, steps: Sequence[str], batch: Any) -> list[Any]:
         """Send the steps to every rank; `finish` has the answers.
@@ -171,7 +172,7 @@ class TrainGroup:
         if failed := [a for a in answers if a is not None and a[1] is not None]:
             return failed[0]
         merged = [
-            StepResult(_worst([r.memory for r in of_step]), max(r.seconds for r in of_step), of_step[0].report)
+            StepResult(fullest([r.memory for r in of_step]), max(r.seconds for r in of_step), of_step[0].report)
             for of_step in zip(*(answer[0] for answer in answers if answer is not None), strict=True)
         ]
         return merged, None
@@ -209,15 +210,4 @@ class TrainGroup:
         return results, None
 
     def save(self, directory: Path) -> MemoryReading:
-        return _worst(ray.get([actor.save.remote(str(directory)) for actor in self.ranks]))
-
-
-def _worst(readings: Sequence[MemoryReading]) -> MemoryReading:
-    """The fullest GPU and node of all ranks' readings."""
-    return MemoryReading(
-        max(r.gpu_bytes for r in readings),
-        max(r.host_bytes for r in readings),
-        max(r.gpu_peak_bytes for r in readings),
-        max(r.host_peak_bytes for r in readings),
-        max(r.moved_bytes for r in readings),
-    )
+        return fullest(ray.get([actor.save.remote(str(directory)) for actor in self.ranks]))
