@@ -8,7 +8,7 @@ that breaks a limit at full size breaks it here, in the same step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -20,13 +20,15 @@ from rllaunch.plan.handoff import ENGINE_REGIONS, Region, Schedule, build_schedu
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.plan.sizes import TRAINER_PARTS
 from rllaunch.resolve.origins import Origin, Resolved
-from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.schema import LaunchConfig, Pools
 from rllaunch.run.data import TaskData, load_task
 from rllaunch.run.rehearsal import shrink
 
 CYCLES = 3
 # A GPU of 200 GiB becomes a pool of 100 MiB: large beside the shrunk model, small beside this machine.
 RATIO = 2.0**-11
+# Where the shrunk model is large beside that, up to a GPU of 3 GiB.
+MOST_RATIO = 2.0**-6
 # Answers of the rehearsed task: three digits and an end.
 RESPONSE_LEN = 4
 
@@ -73,17 +75,20 @@ def in_small(resolved: Resolved, plan: MemoryPlan, task: Mapping[str, Any], rank
     broken = plan.first_break
     told = None if broken is None else (broken.phase, broken.step, broken.tier)
     # One slot stands for one GPU: for the stage that breaks as the plan does, the fullest first.
-    found = None
-    for stage in sorted(plan.sizes.gpus, key=lambda gpu: -sum(gpu.values())):
-        wanted = _per_slot(plan, stage)
-        ratio = max(RATIO, *(min(2.0**-6, n / wanted[r]) for r, n in actual.items() if wanted.get(r, 0) > 0))
-        regions = {r: max(actual.get(r, 0), int(wanted.get(r, 0) * ratio)) for r in get_args(Region)}
-        pools = _pools(plan, ratio, ranks, regions, wanted)
-        made = replace(bare, config=_updated(bare.config, {"pools": pools}))
-        rehearsal = Rehearsal(made, schedule, plan, ratio, broken)
-        found = foretold(rehearsal)
-        if found == told:
-            return rehearsal
+    stages = sorted(plan.sizes.gpus, key=lambda gpu: -sum(gpu.values()))
+    found, scale = None, RATIO
+    while scale <= MOST_RATIO:
+        for stage in stages:
+            wanted = _per_slot(plan, stage)
+            ratio = max(scale, *(min(MOST_RATIO, n / wanted[r]) for r, n in actual.items() if wanted.get(r, 0) > 0))
+            pools = _pools(plan, schedule, ratio, ranks, actual, wanted)
+            made = replace(bare, config=_updated(bare.config, {"pools": pools}))
+            rehearsal = Rehearsal(made, schedule, plan, ratio, broken)
+            found = foretold(rehearsal)
+            if found == told:
+                return rehearsal
+        # What the model cannot make small hides a narrow break: in larger pools it weighs less.
+        scale *= 2
     raise RunError(
         "the rehearsal does not break where the plan does",
         (f"plan: {told}", f"rehearsal: {found}"),
@@ -191,36 +196,50 @@ def _per_slot(plan: MemoryPlan, stage: Mapping[Region, int]) -> dict[Region, int
 
 
 def _pools(
-    plan: MemoryPlan, ratio: float, ranks: int, regions: Mapping[Region, int], wanted: Mapping[Region, int]
+    plan: MemoryPlan,
+    schedule: Schedule,
+    ratio: float,
+    ranks: int,
+    actual: Mapping[Region, int],
+    wanted: Mapping[Region, int],
 ) -> dict[str, Any]:
-    """The pools' section: what is always there and the capacities, in the same proportion as the regions.
+    """The pools' section: regions, what is always there and the capacities, all in the same proportion.
 
-    A region that is larger here than its share, because the model shrinks no further, makes room for itself.
+    A region that is larger here than its share, because the model shrinks no further, makes room for itself: as much
+    as is there in the step that breaks, or in the step of those that fit where it is most.
     """
     sizes, node_share = plan.sizes, ratio * ranks / plan.sizes.gpus_per_node
-    excess = {r: n - int(wanted.get(r, 0) * ratio) for r, n in regions.items()}
     trainer = sum(n for name, n in sizes.static_host.items() if name in TRAINER_PARTS)
     always = sum(sizes.static_host.values()) - trainer
+    shares = {r: int(wanted.get(r, 0) * ratio) for r in get_args(Region)}
     given: dict[str, Any] = {
-        "region_bytes": dict(regions),
+        "region_bytes": {r: max(actual.get(r, 0), share) for r, share in shares.items()},
         "device_static_bytes": int(sum(sizes.static_gpu.values()) * ratio),
         "host_static_bytes": int(always * node_share),
         "host_trainer_bytes": int(trainer * node_share),
         "host_save_bytes": int(sizes.save_staging * node_share),
     }
-    if plan.limits.gpu is not None:
-        given["device_capacity_bytes"] = int(plan.limits.gpu * ratio) + sum(excess.values())
-    if plan.limits.host is not None:
-        copies = sum(excess[r] for r in ("params", "optimizer", "weights"))
-        given["host_capacity_bytes"] = int(plan.limits.host * node_share) + copies * ranks
+    here = list(_priced(Pools.model_validate(given), schedule, ranks))
+    exact = list(_priced(Pools.model_validate(given | {"region_bytes": shares}), schedule, ranks))
+    broken = plan.first_break
+    at = [(phase, step.name) for phase, step in here]
+    last = len(at) if broken is None else at.index((broken.phase, broken.step)) + 1
+    for tier, key, share in (("gpu", "device_capacity_bytes", ratio), ("host", "host_capacity_bytes", node_share)):
+        limit = plan.limits.gpu if tier == "gpu" else plan.limits.host
+        if limit is None:
+            continue
+        excess = [
+            (a.gpu_peak - b.gpu_peak) if tier == "gpu" else (a.host_peak - b.host_peak)
+            for (_, a), (_, b) in zip(here[:last], exact[:last], strict=True)
+        ]
+        given[key] = int(limit * share) + (excess[-1] if broken and broken.tier == tier else max(excess))
     return given
 
 
-def foretold(rehearsal: Rehearsal) -> tuple[str, str, str] | None:
-    """(phase, step, tier) that the pools of the rehearsal must refuse, from their own sizes; None if all fits."""
-    pools, ranks = rehearsal.config.pools, rehearsal.config.hardware.gpus_per_node
+def _priced(pools: Pools, schedule: Schedule, ranks: int) -> Iterator[tuple[str, StepBytes]]:
+    """The steps of start-up and of a cycle as the pools will count them."""
     ledger = Ledger(
-        rehearsal.schedule,
+        schedule,
         {r: pools.region_bytes.get(r, 0) for r in (*ENGINE_REGIONS, *get_args(Region))},
         static_gpu=pools.device_static_bytes,
         static_host=pools.host_static_bytes,
@@ -228,12 +247,17 @@ def foretold(rehearsal: Rehearsal) -> tuple[str, str, str] | None:
         save_host=pools.host_save_bytes,
         slots_per_node=ranks,
     )
-    phases = (("init", rehearsal.schedule.init), ("cycle", rehearsal.schedule.steps(save=True, evaluate=False)))
-    for phase, steps in phases:
+    for phase, steps in (("init", schedule.init), ("cycle", schedule.steps(save=True, evaluate=False))):
         for step in steps:
-            priced = ledger.apply(phase, step)
-            if (tier := _over(priced, pools.device_capacity_bytes, pools.host_capacity_bytes)) is not None:
-                return phase, step.name, tier
+            yield phase, ledger.apply(phase, step)
+
+
+def foretold(rehearsal: Rehearsal) -> tuple[str, str, str] | None:
+    """(phase, step, tier) that the pools of the rehearsal must refuse, from their own sizes; None if all fits."""
+    pools, ranks = rehearsal.config.pools, rehearsal.config.hardware.gpus_per_node
+    for phase, step in _priced(pools, rehearsal.schedule, ranks):
+        if (tier := _over(step, pools.device_capacity_bytes, pools.host_capacity_bytes)) is not None:
+            return phase, step.name, tier
     return None
 
 
