@@ -66,8 +66,9 @@ def test_a_launch_that_does_not_fit_exits_4_and_marks_the_first_step_that_breaks
     marked = [line for line in result.out.splitlines() if "✗" in line]
     assert len(marked) == 1
     assert re.search(r"✗ +trainer\.offload ", marked[0])
-    assert result.err == (
-        "hint: `rllaunch doctor` says what would free how much, `rllaunch plan --fit` looks for a layout\n"
+    assert result.err.splitlines()[-1] == (
+        "hint: `rllaunch doctor` says what would free how much; `rllaunch plan --fit --num-nodes 8` looks for a layout on as"
+        " many nodes or more"
     )
 
 
@@ -196,15 +197,16 @@ def test_where_no_layout_fits_the_exit_code_is_4_and_each_count_says_why(rllaunc
     assert result.code == 4
     lines = result.out.splitlines()
     assert lines[0] == "dsv4 on GB300: no layout on up to 4 nodes fits"
-    assert [line.split(":")[0] for line in lines[1:]] == ["1 node", "2 nodes", "4 nodes"]
+    assert [line.split(":")[0] for line in lines[1:]] == ["1 node", "2 nodes", "3 nodes", "4 nodes"]
     assert rllaunch("plan", "--fit", *DSV4, "--max-nodes", "4", "--json").json()["found"] == []
 
 
 def test_fit_names_the_flags_of_the_best_last(rllaunch: Any):
-    out = rllaunch("plan", "--fit", *SMALL).out
-    assert out.splitlines()[-1] == (
-        "as flags: --num-nodes 1 --tensor-model-parallel-size 1 --rollout-num-gpus-per-engine 1"
-    )
+    words = ("plan", "--fit", *SMALL, "--tensor-model-parallel-size", "16")
+    best = rllaunch(*words, "--json").json()["found"][0]
+    (line,) = (line for line in rllaunch(*words).out.splitlines() if line.startswith("as flags: "))
+    assert line == f"as flags: {best['flags']}"
+    assert "--tensor-model-parallel-size 1" in line
 
 
 # -- drawn -----------------------------------------------------------------------------------------
@@ -253,20 +255,8 @@ def test_a_search_is_not_drawn_and_says_so(rllaunch: Any, tmp_path: Path):
             ("--set", "model.architecture.model_type=quen3"),
             "the launch cannot be planned: unknown model_type 'quen3'",
         ),
-        (
-            ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "30"),
-            "the launch cannot be planned: 2 pipeline stages with 30 in the first do not hold 28 layers",
-        ),
-        (
-            ("--no-colocate",),
-            "the launch cannot be planned: trainer and engines on GPUs of their own are not planned",
-        ),
-        (
-            ("--colocate-memory-peak-device", "gpu", "--no-offload-train"),
-            "the launch cannot be planned: no handoff is legal: gpu order needs offload_train and offload_rollout",
-        ),
     ],
-    ids=["model type", "stages", "not colocated", "no handoff"],
+    ids=["model type"],
 )
 def test_what_cannot_be_planned_is_an_error_in_the_configuration(rllaunch: Any, words: tuple[str, ...], told: str):
     result = rllaunch("plan", *SMALL, *words)
@@ -292,3 +282,21 @@ def test_the_limits_of_this_machine_count_where_they_are_lower(rllaunch: Any, mo
     large = limits.HostLimit(2**50, "physical")
     monkeypatch.setattr(limits, "host_limit", lambda: large)
     assert rllaunch(*launch, "--here").json()["limits"] == there.json()["limits"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "30"), "RL316"),
+        (("--no-colocate",), "RL305"),
+        (("--colocate-memory-peak-device", "gpu", "--no-offload-train"), "RL301"),
+    ],
+)
+def test_of_a_launch_that_cannot_be_no_bytes_are_told(rllaunch: Any, words: tuple[str, ...], code: str):
+    result = rllaunch("plan", *SMALL, *words)
+    assert result.code == 3
+    assert result.out.startswith(f"error[{code}]: ")
+    assert "GiB" not in result.out
+    answer = rllaunch("plan", *SMALL, *words, "--json").json()
+    assert answer["ok"] is False
+    assert code in [finding["code"] for finding in answer["findings"]]

@@ -10,7 +10,7 @@ from rllaunch.flags import take_flags
 from rllaunch.plan.architecture import read_architecture
 from rllaunch.plan.choose import Choice, architecture_of, plan_launch
 from rllaunch.plan.sizes import LaunchSizes, sizes_of
-from rllaunch.plugins import load_plugins
+from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.resolve.schema import LaunchConfig
@@ -18,15 +18,19 @@ from rllaunch.resolve.schema import LaunchConfig
 GIB = 2**30
 
 
+def plugins_without_other_cells() -> Plugins:
+    """What these tests compute by hand follows from their own flags; of the cells only DeepSeek-V4's is asked for."""
+    plugins = load_plugins()
+    store = plugins.profiles()
+    store.profiles[:] = [p for p in store.profiles if p.kind != "cell" or p.model == "dsv4"]
+    return plugins
+
+
 def resolved(words: str) -> Resolved:
     """The launch that a command line's launch flags describe."""
     settings, files, rest = take_flags(shlex.split(words))
     assert rest == [], rest
-    plugins = load_plugins()
-    # What these tests compute by hand follows from their own flags; of the cells only DeepSeek-V4's is asked for.
-    store = plugins.profiles()
-    store.profiles[:] = [p for p in store.profiles if p.kind != "cell" or p.model == "dsv4"]
-    return resolve(Request(tuple(files), tuple(settings), environ={}), plugins)
+    return resolve(Request(tuple(files), tuple(settings), environ={}), plugins_without_other_cells())
 
 
 def sizes(words: str) -> LaunchSizes:
