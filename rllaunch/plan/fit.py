@@ -163,7 +163,7 @@ class _Search:
             self.considered += 1
             plan = candidate.plan
             if plan.fits and (plan.sizes.gpu["kv_cache"] > 0 or plan.limits.gpu is None):
-                yield Fitted(layout, candidate, needed_values(self.resolved, layout))
+                yield Fitted(layout, candidate, needed_values(self.resolved, layout, self.architecture))
             else:
                 self._note(-least_room(plan)[0], f"{_why(candidate)} (closest: {layout.label})")
 
@@ -258,11 +258,12 @@ def laid_out(resolved: Resolved, layout: Layout) -> Resolved:
     return changed(resolved, _values(resolved, layout) | derived)
 
 
-def needed_values(resolved: Resolved, layout: Layout) -> dict[str, Any]:
+def needed_values(resolved: Resolved, layout: Layout, architecture: Architecture) -> dict[str, Any]:
     """What a layout sets that the launch does not have already; what follows from others would follow these."""
     values = _values(resolved, layout)
     etp = "trainer.expert_tensor_parallel_size"
-    if layout.tp == 1 or layout.ep == 1:
+    # It follows TP, which makes it 1 as planned, or cuts nothing.
+    if resolved.origin(etp).layer == "derived" and (layout.tp == 1 or not architecture.num_experts):
         del values[etp]
     follows = {key for key in values if resolved.origin(key).layer == "derived"}
     return {key: value for key, value in values.items() if key in follows or resolved.value(key) != value}
