@@ -10,7 +10,7 @@ from rllaunch.errors import RllaunchError
 from rllaunch.flags import command_of
 from rllaunch.plan.architecture import Architecture
 from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose, reopened
-from rllaunch.plan.forecast import MemoryPlan, Tier
+from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier
 from rllaunch.plan.handoff import update_rewrites_all
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.schema import LaunchConfig
@@ -129,15 +129,18 @@ def safe_fraction(plan: MemoryPlan, config: LaunchConfig, *, headroom: float = 0
     Args:
         headroom: share of the limit that stays free.
     """
-    limit, hbm = plan.limits.gpu, config.hardware.gpu_memory_bytes
-    with_kv = [step for step in plan.steps if "kv_cache" in step.gpu]
-    if limit is None or hbm is None or not with_kv:
+    limit, hbm, fullest = plan.limits.gpu, config.hardware.gpu_memory_bytes, fullest_with_kv(plan)
+    if limit is None or hbm is None or fullest is None:
         return None
-    fullest = max(with_kv, key=lambda step: step.total("gpu"))
     spare = int(limit * (1 - headroom)) - fullest.total("gpu")
     usable = usable_memory(plan, hbm)
     fraction = config.sglang.mem_fraction_static + spare / usable
     return max(0.0, min(0.99, int(fraction * 100) / 100))
+
+
+def fullest_with_kv(plan: MemoryPlan) -> PlannedStep | None:
+    """Of the steps that hold a KV cache the one that holds most."""
+    return max((s for s in plan.steps if "kv_cache" in s.gpu), key=lambda s: s.total("gpu"), default=None)
 
 
 def usable_memory(plan: MemoryPlan, hbm: int) -> int:
@@ -158,4 +161,4 @@ def _excess(plan: MemoryPlan) -> str:
     return f"{gib(broken.excess)} on the {broken.tier}"
 
 
-__all__ = ["Advice", "Unknown", "advise", "changed", "safe_fraction", "told", "usable_memory"]
+__all__ = ["Advice", "Unknown", "advise", "changed", "fullest_with_kv", "safe_fraction", "told", "usable_memory"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.plan.advice import FRACTION, Advice, advise, safe_fraction, told, usable_memory
+from rllaunch.plan.advice import FRACTION, Advice, advise, fullest_with_kv, safe_fraction, told, usable_memory
 from rllaunch.plan.choose import OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.forecast import PlannedStep, Tier, name_of
 from rllaunch.plan.handoff import update_rewrites_all
@@ -155,18 +155,15 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
         )
         yield FRACTION_RULE.error(resolved, text, [FRACTION, "rollout.rollout_num_gpus_per_engine"], fix)
         return
-    largest = safe_fraction(plan, config)
-    if largest is not None and fraction > largest:
-        others = {
-            n: b
-            for s in plan.steps
-            if "kv_cache" in s.gpu
-            for n, b in s.gpu.items()
-            if n not in ("kv_cache", "weights")
-        }
+    largest, step = safe_fraction(plan, config), fullest_with_kv(plan)
+    if largest is not None and step is not None and fraction > largest:
+        others = {name: size for name, size in step.gpu.items() if name not in ("kv_cache", "weights")}
         rest = " − ".join(
             [gib(plan.limits.gpu or 0), *(f"{gib(size)} {name_of(name, 'gpu')}" for name, size in others.items())]
         )
+        if "weights" not in step.gpu:
+            # The fraction is of weights and KV cache together, whether or not both are there in this step.
+            rest += f" + {gib(weights)} weights elsewhere"
         text = f"mem_fraction_static {fraction:g} is above what fits: ({rest}) ÷ {gib(usable)} = {largest:.2f}"
         yield FRACTION_RULE.error(
             resolved, text, [FRACTION, _LIMIT_KEYS["gpu"]], f"--sglang-mem-fraction-static {largest:.2f}"
