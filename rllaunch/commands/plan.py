@@ -263,7 +263,8 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
     if rows:
         title = f"{name}: the best of {answer.considered} layouts that were planned"
         console.print_table(["nodes", "layout", "GPU", "free", "host", "free", "KV tokens", "handoff"], rows, title)
-        console.data(f"as flags: {answer.found[0].flags}")
+        flags = answer.found[0].flags
+        console.data(f"as flags: {flags}" if flags else "the best is the launch's own layout: no flags are needed")
     else:
         console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
     for nodes, why in list(answer.smaller.items())[-MOST_COUNTS:]:

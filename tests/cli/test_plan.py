@@ -66,9 +66,10 @@ def test_a_launch_that_does_not_fit_exits_4_and_marks_the_first_step_that_breaks
     marked = [line for line in result.out.splitlines() if "✗" in line]
     assert len(marked) == 1
     assert re.search(r"✗ +trainer\.offload ", marked[0])
-    assert result.err.splitlines()[-1] == (
-        "hint: `rllaunch doctor` says what would free how much; `rllaunch plan --fit --num-nodes 8` looks for a layout on as"
-        " many nodes or more"
+    assert result.err == (
+        "note: prompts are not counted among a sample's tokens: set --rollout-max-context-len\n"
+        "hint: `rllaunch doctor` says what would free how much; "
+        "`rllaunch plan --fit --num-nodes 8` looks for a layout on as many nodes or more\n"
     )
 
 
@@ -202,11 +203,17 @@ def test_where_no_layout_fits_the_exit_code_is_4_and_each_count_says_why(rllaunc
 
 
 def test_fit_names_the_flags_of_the_best_last(rllaunch: Any):
-    words = ("plan", "--fit", *SMALL, "--tensor-model-parallel-size", "16")
+    words = ("plan", "--fit", "--model", "qwen3-32b", "--hardware", "H100", "--recompute-granularity", "full")
     best = rllaunch(*words, "--json").json()["found"][0]
-    (line,) = (line for line in rllaunch(*words).out.splitlines() if line.startswith("as flags: "))
-    assert line == f"as flags: {best['flags']}"
-    assert "--tensor-model-parallel-size 1" in line
+    assert best["flags"]
+    assert rllaunch(*words).out.splitlines()[-1] == f"as flags: {best['flags']}"
+
+
+def test_a_launch_that_has_the_best_layout_needs_no_flags(rllaunch: Any):
+    assert rllaunch("plan", "--fit", *SMALL, "--json").json()["found"][0]["flags"] == ""
+    assert rllaunch("plan", "--fit", *SMALL).out.splitlines()[-1] == (
+        "the best is the launch's own layout: no flags are needed"
+    )
 
 
 # -- drawn -----------------------------------------------------------------------------------------
@@ -248,25 +255,54 @@ def test_a_search_is_not_drawn_and_says_so(rllaunch: Any, tmp_path: Path):
 # -- wrong input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ("--set", "model.architecture.model_type=quen3"),
-            "the launch cannot be planned: unknown model_type 'quen3'",
-        ),
-    ],
-    ids=["model type"],
-)
-def test_what_cannot_be_planned_is_an_error_in_the_configuration(rllaunch: Any, words: tuple[str, ...], told: str):
-    result = rllaunch("plan", *SMALL, *words)
+def test_what_cannot_be_planned_is_an_error_in_the_configuration(rllaunch: Any):
+    words = ("plan", *SMALL, "--set", "model.architecture.model_type=quen3")
+    told = "the launch cannot be planned: unknown model_type 'quen3'"
+    result = rllaunch(*words)
     assert result.code == 3
     assert result.err.startswith(f"error: {told}\n")
     assert "\nhint: " in result.err
     assert result.out == ""
-    answer = rllaunch("plan", *SMALL, *words, "--json").json()
+    answer = rllaunch(*words, "--json").json()
     assert answer["ok"] is False
     assert [finding["message"] for finding in answer["findings"]] == [told]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (
+            ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "30"),
+            "RL316",
+            "28 − 30 = -2 layers cannot be divided over 1 pipeline stage beside the ends",
+        ),
+        (("--no-colocate",), "RL305", "trainer and engines on separate GPUs are not supported yet"),
+        (
+            ("--colocate-memory-peak-device", "gpu", "--no-offload-train"),
+            "RL301",
+            "gpu order needs both offloads on",
+        ),
+    ],
+    ids=["stages", "not colocated", "no handoff"],
+)
+def test_a_launch_that_a_rule_refuses_is_not_planned(rllaunch: Any, words: tuple[str, ...], code: str, told: str):
+    """What the doctor says of it, and no bytes."""
+    result = rllaunch("plan", *SMALL, *words)
+    assert result.code == 3
+    assert result.out.startswith(f"error[{code}]: {told}\n")
+    assert words[0] in result.out, "where it came from"
+    assert "\n  hint: " in result.out
+    assert "GiB" not in result.out
+    assert result.err == "hint: `rllaunch plan --fit --num-nodes 1` looks for a layout on as many nodes or more\n"
+    answer = rllaunch("plan", *SMALL, *words, "--json").json()
+    assert answer["ok"] is False
+    assert [(finding["code"], finding["message"]) for finding in answer["findings"]] == [(code, told)]
+
+
+def test_a_search_without_colocation_is_refused(rllaunch: Any):
+    result = rllaunch("plan", "--fit", *SMALL, "--no-colocate")
+    assert result.code == 3
+    assert result.err.startswith("error: trainer and engines on GPUs of their own are not planned\n")
 
 
 def test_the_limits_of_this_machine_count_where_they_are_lower(rllaunch: Any, monkeypatch: pytest.MonkeyPatch):
