@@ -256,7 +256,6 @@ def test_the_two_cells_of_dsv4_on_nvidia_differ_in_layout_only():
         ("trainer", "context_parallel_size"): (2, 1),
         ("trainer", "expert_model_parallel_size"): (4, 8),
         ("rollout", "rollout_num_gpus_per_engine"): (8, 4),
-        ("sglang", "tp_size"): (8, 4),
         ("sglang", "ep_size"): (8, 4),
         ("megatron", "allgather_cp"): (True, None),
     }
