@@ -33,4 +33,7 @@ def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
 def rllaunch_rollout_backends() -> Sequence[BackendSpec]:
     from rllaunch.backends.base import BackendSpec
 
-    return [BackendSpec("embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine"), BackendSpec("sglang", "")]
+    return [
+        BackendSpec("embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine"),
+        BackendSpec("sglang", "rllaunch.backends.sglang.engine:SglangEngine"),
+    ]

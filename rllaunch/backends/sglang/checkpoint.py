@@ -1,0 +1,60 @@
+"""The directory an engine loads: the launch's checkpoint, or one written for a model that has none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from rllaunch.backends.base import LaunchContext
+from rllaunch.backends.embedded.model import build_model, model_config, special_ids
+
+
+def write_checkpoint(context: LaunchContext, directory: Path) -> None:
+    """`config.json` and safetensors of a model without a checkpoint: the trainer's first weights, in the engine's type.
+
+    Named as transformers names a checkpoint, which for experts is not how it names its parameters.
+    """
+    # Quantised types are rounded from bfloat16 by the engine as it loads.
+    dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
+    model: Any = build_model(context, dtype=dtype, with_lora=False)
+    model.config.dtype = dtype
+    model.save_pretrained(directory)
+
+
+def checkpoint_tensors(directory: str) -> dict[str, int] | None:
+    """Name → bytes of every tensor in a directory of safetensors; None where there are none (a hub name, `.bin` files).
+
+    Reads the headers only.
+    """
+    from safetensors import safe_open
+
+    files = sorted(Path(directory).glob("*.safetensors"))
+    sizes: dict[str, int] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                piece = opened.get_slice(name)
+                bits = _BITS.get(piece.get_dtype(), 8)
+                sizes[name] = math.prod(piece.get_shape()) * bits // 8
+    return sizes or None
+
+
+# safetensors' names of types wider or narrower than a byte; every other type is a byte.
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+
+
+def ids_of(context: LaunchContext) -> tuple[int, frozenset[int]]:
+    """The id that pads and the ids that end a response, without building the model."""
+    from transformers import GenerationConfig
+
+    generation = None
+    if checkpoint := context.config.model.hf_checkpoint:
+        try:
+            generation = GenerationConfig.from_pretrained(checkpoint)
+        except OSError:
+            generation = None  # many checkpoints have none; the model's config says it then
+    return special_ids(cast("Any", SimpleNamespace(generation_config=generation, config=model_config(context))))

@@ -1,0 +1,273 @@
+"""The SGLang rollout engine: the launch's side of it. What talks to SGLang itself is in `host`, in another process."""
+
+# B rows, P prompt tokens (left-padded), L response tokens
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
+from rllaunch.backends.embedded.pool import Pool, open_pools
+from rllaunch.backends.embedded.sizes import read_memory
+from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, write_checkpoint
+from rllaunch.backends.sglang.memory import GpuMemory
+from rllaunch.backends.sglang.options import decided, find_ports, given, preferred
+from rllaunch.backends.sglang.process import EngineProcess
+from rllaunch.backends.sglang.state import EngineState
+from rllaunch.backends.sglang.update import Names
+from rllaunch.errors import ConfigError, RunError
+from rllaunch.plan.handoff import Region
+
+if TYPE_CHECKING:
+    from rllaunch.backends.base import FloatArray, IntArray
+
+GIB = 2**30
+
+
+class SglangEngine:
+    """One SGLang engine of a slot. See `rllaunch.backends.base.RolloutEngine` for the promises.
+
+    Its samples are drawn by SGLang, from a seed of the row: it takes no ready-made random numbers. With
+    `sglang.enable_deterministic_inference` the seeds decide the samples, without it SGLang does not look at them.
+
+    On `cpu` SGLang has nothing that releases memory: the regions stay booked, and a release only guards the order of
+    calls.
+
+    Raises:
+        ConfigError: the launch asks for what this engine does not do.
+    """
+
+    host_module = "rllaunch.backends.sglang.host"
+
+    def __init__(self, context: LaunchContext, slot: Slot) -> None:
+        config = context.config
+        if config.has_lora:
+            raise ConfigError(
+                "the sglang engine takes whole weights, not LoRA adapters",
+                f"algorithm.lora_rank = {config.algorithm.lora_rank}",
+                "--lora-rank 0, or --rollout-backend embedded",
+            )
+        if slot.node != 0:
+            raise ConfigError(
+                f"engine {slot.index} is on node {slot.node}: sglang engines run on the rollout manager's node only",
+                f"cluster.num_nodes = {config.cluster.num_nodes}",
+                "--num-nodes 1",
+            )
+        self.context = context
+        self.slot = slot
+        self.response_len = config.rollout.rollout_max_response_len
+        self._owner = f"engine-{slot.index}"
+        self.state = EngineState(self._owner, keeps_weights=context.options.has_mirror)
+        self._lock = threading.RLock()  # one call at a time: a health check comes from another thread
+        self._process: EngineProcess | None = None
+        self._directory: Path | None = None
+        self._gpus: GpuMemory | None = None
+        self._pools: tuple[Pool, Pool] | None = None
+        self._sizes: dict[Region, int] = {}
+
+    @property
+    def version(self) -> int | None:
+        return self.state.version
+
+    @version.setter
+    def version(self, version: int | None) -> None:
+        self.state.version = version
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        context, slot = self.context, self.slot
+        with self._lock, self.state.starting():
+            path = context.config.model.hf_checkpoint or self._write_checkpoint()
+            tensors = checkpoint_tensors(path)
+            self._names = Names(self._owner, tensors)
+            self._must_be_whole = not context.config.model.hf_checkpoint
+            self._pad_id, self._eos_ids = ids_of(context)
+            self._process = EngineProcess(self._owner, self._environment(), self.host_module)
+            ports = find_ports(slot.index, context.num_slots)
+            usage = self._process.call(
+                "start", decided(context, slot, path, ports), preferred(context, slot), given(context)
+            )
+            self._process.note_children()
+            self._sizes = self._sizes_of(usage, sum((tensors or {}).values()))
+            self._open_books()
+        self._drop_weight_files()
+
+    def _write_checkpoint(self) -> str:
+        """A model without a checkpoint has the trainer's random weights, in a directory that ends with the engine."""
+        self._directory = Path(tempfile.mkdtemp(prefix="rllaunch-model-"))
+        write_checkpoint(self.context, self._directory)
+        return str(self._directory)
+
+    def _drop_weight_files(self) -> None:
+        """The engine has them in memory; what describes the model stays, SGLang may read it again."""
+        for file in self._directory.glob("*.safetensors") if self._directory else ():
+            file.unlink()
+
+    def _environment(self) -> dict[str, str]:
+        """GPUs of the engine: consecutive ones of the node from its slot on, as the slots are counted."""
+        num_gpus = self.context.config.cluster.num_gpus_per_node or 1
+        if self.slot.device == "cpu":
+            return {"OMP_NUM_THREADS": str(self.context.config.run.torch_num_threads)}
+        if num_gpus == 1:
+            return {}  # what this process was given is the one
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpu_numbers()))}
+
+    def _gpu_numbers(self) -> range:
+        first = self.slot.index % (self.context.config.cluster.num_gpus_per_node or 1)
+        return range(first, first + self.context.config.rollout.rollout_num_gpus_per_engine)
+
+    def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:
+        """SGLang's own figures, to a MiB; on `cpu` it takes the weights' from free memory, where others live."""
+        weights = int(float(usage.get("weight", 0.0)) * GIB)
+        graphs = usage.get("graph", 0.0)
+        graph_gib = sum(graphs.values()) if isinstance(graphs, Mapping) else float(graphs)
+        return {
+            "weights": checkpoint_bytes if self.slot.device == "cpu" else weights,
+            "kv_cache": int(float(usage.get("kvcache", 0.0)) * GIB),
+            "cuda_graph": int(graph_gib * GIB),
+        }
+
+    def _open_books(self) -> None:
+        if self.slot.device != "cpu":
+            self._gpus = GpuMemory(self._gpu_numbers())
+            return
+        self._pools = open_pools(self.context, self.slot)
+        for region, nbytes in self._sizes.items():
+            self._pools[0].charge(self._owner, region, nbytes)
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        return self._sizes
+
+    def memory(self) -> MemoryReading:
+        if self._gpus is not None:
+            return self._gpus.reading()
+        assert self._pools is not None, "memory is read after the start"
+        return read_memory(*self._pools, None)
+
+    def check_health(self) -> bool:
+        """Whether its process lives; a request that hangs is ended by SGLang's own watchdog."""
+        return self.state.phase == "up" and self._process is not None and self._process.is_alive()
+
+    def shutdown(self) -> None:
+        if not self.state.end() and self._process is None:
+            return
+        if self._process is not None:
+            self._process.shutdown()
+        if self._gpus is not None:
+            self._gpus.stop()
+        if self._pools is not None:
+            for region in self._sizes:
+                self._pools[0].release(self._owner, region)
+            self._pools = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        assert self._process is not None, "an engine that is up has a process"
+        return self._process.call(name, *arguments)
+
+    # -- handoff -------------------------------------------------------------------------------------
+
+    def release_memory_occupation(self, tags: Sequence[Region]) -> None:
+        with self._lock, self.state.releasing(tags) as wanted:
+            if wanted:
+                self._call("release", wanted)
+
+    def resume_memory_occupation(self, tags: Sequence[Region]) -> None:
+        with self._lock, self.state.resuming(tags) as wanted:
+            if wanted:
+                self._call("resume", wanted)
+
+    # -- weights -------------------------------------------------------------------------------------
+
+    def begin_weight_update(self, version: int) -> None:
+        with self._lock, self.state.beginning(version):
+            self._names.begin()
+            self._call("begin_weight_update")
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        with self._lock, self.state.loading():
+            self._call("load_bucket", bucket, self._names.take(bucket.tensors))
+
+    def end_weight_update(self, version: int) -> None:
+        with self._lock, self.state.ending(version):
+            self._names.end(version, is_whole=self._must_be_whole or self.state.has_lost_weights)
+            self._call("end_weight_update")
+
+    def weights_checksum(self) -> str:
+        """Equal for engines of the same layout that hold the same weights. SGLang fuses tensors and cuts them between
+        ranks, so it is not the checksum of the trainer's tensors."""
+        with self._lock:
+            self.state.need_weights("a checksum of the weights")
+            return one_checksum(self._call("checksums"))
+
+    # -- sampling ------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> GenerateResult:
+        """
+        Raises:
+            RunError: something is offloaded, an update is under way, or the weights are of another version.
+        """
+        with self._lock, self.state.generating(request.version):
+            P = request.prompt_ids_BP.shape[1]
+            prompts = [
+                row[P - length :].tolist()
+                for row, length in zip(request.prompt_ids_BP, request.prompt_lens_B, strict=True)
+            ]
+            answers = self._call("generate", prompts, self._sampling(len(prompts), request.uniform_BL))
+        return to_arrays(answers, self.response_len, self._pad_id, self._eos_ids)
+
+    def _sampling(self, num_rows: int, uniform_BL: FloatArray | None) -> list[dict[str, Any]]:
+        common = {
+            "max_new_tokens": self.response_len,
+            "temperature": 0.0 if uniform_BL is None else self.context.config.rollout.rollout_temperature,
+            # The whole distribution, whatever the checkpoint's generation_config says.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "stop_token_ids": sorted(self._eos_ids),
+        }
+        if uniform_BL is None:
+            return [common] * num_rows
+        return [common | {"sampling_seed": int(first * 2**31)} for first in uniform_BL[:, 0]]
+
+
+def one_checksum(ranks: Sequence[Mapping[str, str]]) -> str:
+    """One text for the checksums of all ranks' tensors; equal exactly when all are."""
+    digest = blake2b(digest_size=16)
+    for index, sums in enumerate(ranks):
+        for name in sorted(sums):
+            digest.update(f"{index}\0{name}\0{sums[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def to_arrays(
+    answers: Sequence[tuple[Sequence[int], Sequence[float]]], response_len: int, pad_id: int, eos_ids: frozenset[int]
+) -> GenerateResult:
+    """Answers cut after their first end token, or at L, and right-padded.
+
+    Raises:
+        RunError: an answer has no tokens, or not a log-prob for each.
+    """
+    B, L = len(answers), response_len
+    ids_BL: IntArray = np.full((B, L), pad_id, dtype=np.int64)
+    logprob_BL: FloatArray = np.zeros((B, L), dtype=np.float32)
+    mask_BL: FloatArray = np.zeros((B, L), dtype=np.float32)
+    for row, (ids, logprobs) in enumerate(answers):
+        if not ids or len(ids) != len(logprobs):
+            raise RunError(f"SGLang answered {len(ids)} tokens with {len(logprobs)} log-probs")
+        end = next((i + 1 for i, token in enumerate(ids) if token in eos_ids), len(ids))
+        end = min(end, L)
+        ids_BL[row, :end] = ids[:end]
+        logprob_BL[row, :end] = logprobs[:end]
+        mask_BL[row, :end] = 1.0
+    return GenerateResult(ids_BL, logprob_BL, mask_BL)

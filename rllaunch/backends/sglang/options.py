@@ -1,0 +1,206 @@
+"""A launch as the keyword arguments of SGLang's engine, held against the `ServerArgs` that is installed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from rllaunch.backends.base import LaunchContext, Slot
+from rllaunch.errors import ConfigError, EnvironmentProblem, did_you_mean
+
+# An engine needs two ports, and with DP attention a run of derived ones after its third. The range lies between
+# Ray's workers (10002 to 19999) and the ports that Linux gives out by itself (from 32768).
+PORTS = range(21000, 32000)
+PORTS_OF_ENGINE = 64
+_DIST_OFFSET = 8
+
+# A section of the config → what it decides here; a user who says otherwise in [sglang] is told, not overruled.
+_DECIDED_BY = {
+    "model_path": "model.hf_checkpoint",
+    "tp_size": "rollout.rollout_num_gpus_per_engine",
+    "dtype": "rollout.dtype",
+    "context_length": "rollout.rollout_max_context_len",
+    "device": "hardware.accelerator",
+    "random_seed": "run.seed",
+    "enable_memory_saver": "handoff.offload_rollout",
+    "enable_weights_cpu_backup": "handoff.engine_weights",
+    "skip_tokenizer_init": "rllaunch, which sends and takes token ids",
+    "nnodes": "rllaunch, which starts each engine on one node",
+    "port": "rllaunch, which keeps the engines' ports apart",
+    "nccl_port": "rllaunch, which keeps the engines' ports apart",
+    "dist_init_addr": "rllaunch, which keeps the engines' ports apart",
+}
+
+# Keys of our own section with the value that means "as SGLang has it".
+_UNSAID = {"dp_size": 1, "ep_size": 1, "enable_dp_attention": False}
+
+
+def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range) -> dict[str, Any]:
+    """What the launch decides; every name must exist in the installed SGLang.
+
+    Args:
+        model_path: directory or hub name the engine loads.
+        ports: this engine's own, `PORTS_OF_ENGINE` of them.
+    """
+    config, options = context.config, context.options
+    rollout = config.rollout
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "tp_size": rollout.rollout_num_gpus_per_engine,
+        "device": "cpu" if slot.device == "cpu" else "cuda",
+        # Engines that drew the same numbers would give a prompt's samples twice.
+        "random_seed": (config.run.seed * 1009 + slot.index) % 2**31,
+        "enable_memory_saver": options.offload_rollout and slot.device != "cpu",
+        "enable_weights_cpu_backup": options.has_mirror and slot.device != "cpu",
+        "skip_tokenizer_init": True,
+        "port": ports[0],
+        "nccl_port": ports[1],
+        **_precision(context),
+    }
+    if config.sglang.enable_dp_attention:
+        arguments["dist_init_addr"] = f"127.0.0.1:{ports[_DIST_OFFSET]}"
+    if rollout.rollout_max_context_len is not None:
+        arguments["context_length"] = rollout.rollout_max_context_len
+    return arguments
+
+
+def _precision(context: LaunchContext) -> dict[str, Any]:
+    """Type of the weights; a checkpoint that is quantised already says how by itself."""
+    name = context.config.rollout.dtype
+    if name in ("float32", "bfloat16"):
+        return {"dtype": name}
+    is_quantised = "quantization_config" in context.config.model.architecture
+    return {"dtype": "bfloat16"} | ({} if is_quantised or name == "fp4" else {"quantization": name})
+
+
+def preferred(context: LaunchContext, slot: Slot) -> dict[str, Any]:
+    """What suits this use of SGLang unless [sglang] says otherwise; a name the installed one lacks is left out."""
+    # The driver waits for the engine, so nothing but what went wrong is worth a line.
+    common: dict[str, Any] = {"log_level": "warning", "grammar_backend": "none"}
+    if slot.device != "cpu":
+        # `auto` reserves 1 GiB of the GPU for images, also where the model takes none (sglang 0.5.17).
+        return common | {"mm_feature_transport": "cpu"}
+    # The native kernels of torch: the others want AMX. The pool is sized to the request, because on a machine
+    # without GPUs SGLang takes its share of all host memory.
+    rows = math.ceil(context.config.num_samples / context.num_slots)
+    total_len = context.max_prompt_tokens + context.config.rollout.rollout_max_response_len
+    return common | {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "max_running_requests": rows,
+        "max_total_tokens": rows * total_len + 1024,
+    }
+
+
+def given(context: LaunchContext) -> dict[str, Any]:
+    """The section [sglang], without what only repeats SGLang's default."""
+    values = context.config.sglang.model_dump()
+    return {name: value for name, value in values.items() if name not in _UNSAID or value != _UNSAID[name]}
+
+
+def known_names(server_args: type[Any]) -> dict[str, str]:
+    """Every name an option has → the field of `ServerArgs`: the field's own, and its flags without dashes."""
+    own = getattr(server_args, "__struct_fields__", None)  # msgspec; older releases have a dataclass
+    names = {name: name for name in (own if own is not None else [f.name for f in fields(server_args)])}
+    parser = argparse.ArgumentParser(add_help=False)
+    if hasattr(server_args, "add_cli_args"):
+        server_args.add_cli_args(parser)
+    for action in parser._actions:
+        flags = [flag[2:].replace("-", "_") for flag in action.option_strings if flag.startswith("--")]
+        if action.dest in names:
+            # `--no-X` says the opposite of its field.
+            names = {flag: action.dest for flag in flags if not flag.startswith("no_")} | names
+    return names
+
+
+def server_arguments(
+    decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any], server_args: type[Any]
+) -> dict[str, Any]:
+    """Keyword arguments for the installed SGLang.
+
+    Raises:
+        ConfigError: [sglang] has an option the installed SGLang does not know, names one twice, or contradicts what
+            another key decides; or the installed SGLang lacks an argument this launch needs.
+    """
+    names = known_names(server_args)
+    if missing := [name for name in decided if name not in names]:
+        raise ConfigError(
+            f"the installed SGLang has no option {missing[0]!r}, which this launch needs",
+            _version_line(),
+            "install the SGLang that rllaunch[sglang] asks for",
+        )
+    arguments = {name: value for name, value in preferred.items() if name in names} | dict(decided)
+    said: dict[str, str] = {}
+    for key, value in given.items():
+        if key not in names:
+            raise ConfigError(
+                f"SGLang has no option {key!r}",
+                [f"sglang.{key} = {value!r}", _version_line()],
+                did_you_mean(key, names),
+            )
+        name = names[key]
+        if name in said:
+            raise ConfigError(
+                f"sglang.{said[name]} and sglang.{key} are the same option",
+                [f"sglang.{said[name]} = {given[said[name]]!r}", f"sglang.{key} = {value!r}"],
+                "keep one",
+            )
+        said[name] = key
+        if name in decided and decided[name] != value:
+            raise ConfigError(
+                f"sglang.{key} = {value!r} contradicts {decided[name]!r}, which this launch decides",
+                f"{name} is decided by {_DECIDED_BY.get(name, 'rllaunch')}",
+                f"leave sglang.{key} out",
+            )
+        arguments[name] = value
+    return arguments
+
+
+def _version_line() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"sglang {version('sglang')}"
+    except PackageNotFoundError:
+        return "sglang"
+
+
+def find_ports(index: int, num_engines: int) -> range:
+    """Ports that are free now and that no other engine of the launch looks at.
+
+    Engine `index` looks at every `num_engines`-th block, so that engines which start at the same moment never
+    choose the same one; another launch on the node has its ports taken already.
+
+    Raises:
+        EnvironmentProblem: no block is free.
+    """
+    for block in _blocks(index, num_engines):
+        if all(map(_is_free, block)):
+            return block
+    raise EnvironmentProblem(
+        f"no {PORTS_OF_ENGINE} ports in a row are free for engine {index}",
+        f"looked at {PORTS.start} to {PORTS.stop - 1}",
+        "end what listens there",
+    )
+
+
+def _blocks(index: int, num_engines: int) -> Iterator[range]:
+    starts = PORTS[::PORTS_OF_ENGINE][index::num_engines]
+    return (range(start, start + PORTS_OF_ENGINE) for start in starts if start + PORTS_OF_ENGINE <= PORTS.stop)
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True

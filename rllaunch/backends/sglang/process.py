@@ -1,0 +1,131 @@
+"""An engine's process seen from the rollout manager: started, asked, and ended with everything below it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from rllaunch.errors import RllaunchError, RunError
+
+# SGLang waits up to 60 s for its ranks to let go of their GPU (sglang 0.5.23 `entrypoints/engine.py`).
+SHUTDOWN_SECONDS = 70.0
+KILL_SECONDS = 10.0
+
+
+class EngineProcess:
+    """A child that runs `module` and answers calls by name, one at a time.
+
+    Args:
+        owner: how errors name it.
+        environment: variables it has beyond ours.
+        module: has `main`, which is given the number of a file descriptor.
+    """
+
+    def __init__(self, owner: str, environment: Mapping[str, str], module: str) -> None:
+        self.owner = owner
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=_log_fd(),
+                stderr=_log_fd(),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C is the driver's to handle: it ends the engines in its own order.
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._tree = [psutil.Process(self._process.pid)]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The answer of `name(*arguments)` over there.
+
+        Raises:
+            RllaunchError: what was raised over there, or RunError: the process has ended.
+        """
+        with self._lock:
+            try:
+                self._connection.send((name, arguments))
+                succeeded, answer = self._connection.recv()
+            except (EOFError, OSError) as err:
+                raise RunError(
+                    f"{self.owner}: its process {self._end_of_process()} during {name}",
+                    "",
+                    "the run's rollout.log has SGLang's last words; was it killed for memory? `dmesg` knows",
+                ) from err
+        if succeeded:
+            return answer
+        assert isinstance(answer, RllaunchError), "what fails is told as an error of ours"
+        raise answer
+
+    def is_alive(self) -> bool:
+        """Does not wait for a call under way. SGLang watches its own children and ends the process with them."""
+        return self._process.poll() is None
+
+    def note_children(self) -> None:
+        """Remember the processes below it: should it be killed, they are ours to end."""
+        with contextlib.suppress(psutil.Error):
+            found = psutil.Process(self._process.pid).children(recursive=True)
+            self._tree += [p for p in found if p not in self._tree]
+
+    def shutdown(self) -> None:
+        """End it, in order if it still answers, and whatever is left of the processes below it."""
+        self.note_children()
+        if self._process.poll() is None and self._lock.acquire(timeout=KILL_SECONDS):
+            with contextlib.suppress(OSError, EOFError, ValueError):
+                self._connection.send(("shutdown", ()))
+                if self._connection.poll(SHUTDOWN_SECONDS):
+                    self._connection.recv()
+            self._lock.release()
+        with contextlib.suppress(OSError):
+            self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_SECONDS)
+        for process in self._tree:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        deadline = time.monotonic() + KILL_SECONDS
+        while any(map(_is_running, self._tree)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _end_of_process(self) -> str:
+        try:
+            code = self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Not over yet; one that is over may stay in the table until who is above it looks."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _log_fd() -> int | None:
+    """Where this process writes its errors: in an actor a file of the run, not the terminal."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,118 @@
+"""Names of an update against the checkpoint an engine loaded, experts told apart, and handles passed on unopened."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rig import LLAMA, QWEN3, QWEN3_MOE, make_context
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from rllaunch.backends.base import TensorSlice
+from rllaunch.backends.embedded.layout import lay_out
+from rllaunch.backends.embedded.model import build_model
+from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, write_checkpoint
+from rllaunch.backends.sglang.update import Names, relay
+from rllaunch.errors import RunError
+
+ARCHITECTURES = {"qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": QWEN3_MOE, "tied": {**QWEN3, "tie_word_embeddings": True}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_update_of_all_parameters_is_the_whole_checkpoint_bit_for_bit(name: str, dtype: str, tmp_path: Path):
+    context = make_context(architecture=ARCHITECTURES[name], rollout={"dtype": dtype})
+    write_checkpoint(context, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    # What the trainer sends: the parameters as transformers names them, in one flat bucket.
+    parameters = list(build_model(context, dtype=getattr(torch, dtype)).named_parameters())
+    layout = lay_out([("all", parameters)])
+    content = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for (_, parameter), piece in zip(parameters, layout.slices, strict=True):
+        raw = parameter.detach().contiguous().flatten().view(torch.uint8)
+        content[piece.offset : piece.offset + len(raw)] = raw
+
+    names = Names("engine-0", checkpoint_tensors(str(tmp_path)))
+    names.begin()
+    taken = names.take(layout.slices)
+    names.end(1, is_whole=True)
+    assert {t.name for t in taken} == set(written)
+    for piece in taken:
+        assert tuple(written[piece.name].shape) == piece.shape
+        raw = written[piece.name].flatten().view(torch.uint8)
+        assert torch.equal(content[piece.offset : piece.offset + len(raw)], raw), piece.name
+    assert checkpoint_tensors(str(tmp_path)) == {n: t.numel() * t.itemsize for n, t in written.items()}
+
+
+def test_a_written_checkpoint_is_the_trainers_first_model(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    context = make_context()
+    write_checkpoint(context, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for (name, ours), (_, theirs) in zip(
+        build_model(context).named_parameters(), loaded.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    assert ids_of(context) == (0, frozenset({2}))
+
+
+def slices(*names: str) -> list[TensorSlice]:
+    return [TensorSlice(name, "float32", (2, 2), 64 * i) for i, name in enumerate(names)]
+
+
+def test_a_name_the_engine_did_not_load_is_an_error_and_not_a_line_in_a_log():
+    names = Names("engine-2", ["a", "b"])
+    names.begin()
+    with pytest.raises(RunError, match="engine-2 has no such tensor: the update brings c"):
+        names.take(slices("a", "c"))
+
+
+def test_an_update_that_lacks_tensors_is_refused_where_they_are_lost_otherwise():
+    names = Names("engine-0", ["a", "b", "c"])
+    names.begin()
+    names.take(slices("b"))
+    names.end(3, is_whole=False)
+    with pytest.raises(RunError, match="the update to version 3 lacks 2 tensors: a, c"):
+        names.end(3, is_whole=True)
+    names.begin()
+    names.take(slices("a", "b"))
+    names.take(slices("c"))
+    names.end(4, is_whole=True)
+
+
+def test_names_that_cannot_be_read_are_not_checked(tmp_path: Path):
+    assert checkpoint_tensors(str(tmp_path)) is None
+    names = Names("engine-0", None)
+    names.begin()
+    assert names.take(slices("anything")) == slices("anything")
+    names.end(1, is_whole=True)
+
+
+# -- handles on a GPU ----------------------------------------------------------------------------------
+
+
+class _Sent:
+    """What torch makes of a CUDA tensor when it is pickled for another process."""
+
+    arguments = (torch.Tensor, (64,), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"handle", 64, 0, b"ref", 0, b"event", False, False)  # fmt: skip
+
+    def __reduce__(self) -> tuple[Any, Any]:
+        return rebuild_cuda_tensor, self.arguments
+
+
+def test_a_handle_is_passed_on_as_it_came_without_being_opened():
+    sent = pickle.dumps(_Sent())
+    relayed = relay(sent)
+    assert relayed.__reduce__() == (rebuild_cuda_tensor, _Sent.arguments)
+    assert relay(pickle.dumps(relayed)).__reduce__() == (rebuild_cuda_tensor, _Sent.arguments)
+
+
+def test_a_handle_of_something_else_is_refused():
+    with pytest.raises(RunError, match="holds a ndarray, not a CUDA tensor"):
+        relay(pickle.dumps(np.zeros(3)))
