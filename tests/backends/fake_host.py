@@ -33,7 +33,8 @@ class FakeHost:
         self.content: dict[str, int] = {}
         # What SGLang's ranks are: processes below this one.
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        return {"weight": 0.5, "kvcache": 2.0, "graph": {"decode": 0.25, "target_verify": 0.0}, "pid": self.child.pid}
+        usage = {"weight": 0.5, "kvcache": 2.0, "graph": {"decode": 0.25, "target_verify": 0.0}}
+        return usage, [self.child.pid]
 
     def release(self, tags: Sequence[str]) -> None:
         if not tags or not set(tags) <= self.resident:

@@ -253,6 +253,19 @@ def test_an_engine_whose_process_was_killed_is_unhealthy_and_says_so(engine: Fak
         engine.generate(request_of("12", version=0))
 
 
+def test_an_engine_with_a_dead_rank_is_unhealthy(engine: FakeEngine):
+    assert engine._process is not None
+    assert engine.check_health()
+    [rank] = psutil.Process(engine._process.pid).children()
+    rank.kill()
+    deadline = time.monotonic() + 10
+    while engine.check_health() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.check_health()
+    with pytest.raises(RunError, match=f"engine-0: its process {rank.pid} ended before release"):
+        engine.release_memory_occupation(["kv_cache"])
+
+
 def test_a_start_that_fails_is_told_in_its_own_words_and_leaves_no_process(tmp_path: Path):
     engine = FakeEngine(fake_context(sglang={"no_such_option": 1}), Slot(0, 0, "cpu", str(tmp_path)))
     with pytest.raises(ConfigError, match="SGLang has no option 'no_such_option'"):
@@ -280,8 +293,7 @@ def test_errors_over_there_arrive_as_errors_of_ours():
 
 def test_the_process_ends_when_its_parent_lets_go():
     process = EngineProcess("engine-7", {}, "fake_host")
-    process.call("start", {}, {}, {})
-    process.note_children()
+    process.watch(process.call("start", {}, {}, {})[1])
     process._connection.close()  # what the kernel does when the parent is killed
     deadline = time.monotonic() + 20
     while any(map(is_running, process._tree)) and time.monotonic() < deadline:

@@ -93,10 +93,10 @@ class SglangEngine:
             self._pad_id, self._eos_ids = ids_of(context)
             self._process = EngineProcess(self._owner, self._environment(), self.host_module)
             ports = find_ports(slot.index, context.num_slots)
-            usage = self._process.call(
+            usage, ranks = self._process.call(
                 "start", decided(context, slot, path, ports), preferred(context, slot), given(context)
             )
-            self._process.note_children()
+            self._process.watch(ranks)
             self._sizes = self._sizes_of(usage, sum((tensors or {}).values()))
             self._open_books()
         self._drop_weight_files()

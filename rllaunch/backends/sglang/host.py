@@ -27,8 +27,8 @@ class Host:
 
     def start(
         self, decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Load the engine; what it reports of its memory, in GiB."""
+    ) -> tuple[Mapping[str, Any], list[int]]:
+        """Load the engine; what it reports of its memory, in GiB, and the ids of its ranks' processes."""
         from sglang.srt.server_args import ServerArgs
 
         from rllaunch.backends.sglang.options import server_arguments
@@ -44,7 +44,7 @@ class Host:
         self._payloads = Payloads(int(arguments["tp_size"]))
         state = self.engine.get_server_info()["internal_states"][0]
         usage: Mapping[str, Any] = state.get("memory_usage", {})
-        return usage
+        return usage, list(self.engine.get_all_child_pids())
 
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +21,7 @@ from rllaunch.errors import RllaunchError, RunError
 # SGLang waits up to 60 s for its ranks to let go of their GPU (sglang 0.5.23 `entrypoints/engine.py`).
 SHUTDOWN_SECONDS = 70.0
 KILL_SECONDS = 10.0
+LAST_WORDS = "the run's rollout.log has SGLang's last words; was it killed for memory? `dmesg` knows"
 
 
 class EngineProcess:
@@ -49,6 +50,7 @@ class EngineProcess:
             )
         self._connection = Connection(ours.detach())
         self._tree = [psutil.Process(self._process.pid)]
+        self._ranks: list[psutil.Process] = []
 
     @property
     def pid(self) -> int:
@@ -61,14 +63,15 @@ class EngineProcess:
             RllaunchError: what was raised over there, or RunError: the process has ended.
         """
         with self._lock:
+            if dead := [p.pid for p in self._ranks if not _is_running(p)]:
+                # SGLang would take a minute to find out.
+                raise RunError(f"{self.owner}: its process {dead[0]} ended before {name}", "", LAST_WORDS)
             try:
                 self._connection.send((name, arguments))
                 succeeded, answer = self._connection.recv()
             except (EOFError, OSError) as err:
                 raise RunError(
-                    f"{self.owner}: its process {self._end_of_process()} during {name}",
-                    "",
-                    "the run's rollout.log has SGLang's last words; was it killed for memory? `dmesg` knows",
+                    f"{self.owner}: its process {self._end_of_process()} during {name}", "", LAST_WORDS
                 ) from err
         if succeeded:
             return answer
@@ -76,10 +79,19 @@ class EngineProcess:
         raise answer
 
     def is_alive(self) -> bool:
-        """Does not wait for a call under way. SGLang watches its own children and ends the process with them."""
-        return self._process.poll() is None
+        """Whether it and its ranks run; does not wait for a call under way."""
+        return self._process.poll() is None and all(map(_is_running, self._ranks))
 
-    def note_children(self) -> None:
+    def watch(self, pids: Iterable[int]) -> None:
+        """Processes below it without which it is not alive.
+
+        SGLang notices a dead rank by a signal that its event loop takes, and that runs during a call only
+        (sglang 0.5.23 `utils/watchdog.py`, `managers/tokenizer_manager.py`).
+        """
+        self._note_children()
+        self._ranks = [p for p in self._tree if p.pid in set(pids)]
+
+    def _note_children(self) -> None:
         """Remember the processes below it: should it be killed, they are ours to end."""
         with contextlib.suppress(psutil.Error):
             found = psutil.Process(self._process.pid).children(recursive=True)
@@ -87,7 +99,7 @@ class EngineProcess:
 
     def shutdown(self) -> None:
         """End it, in order if it still answers, and whatever is left of the processes below it."""
-        self.note_children()
+        self._note_children()
         if self._process.poll() is None and self._lock.acquire(timeout=KILL_SECONDS):
             with contextlib.suppress(OSError, EOFError, ValueError):
                 self._connection.send(("shutdown", ()))
