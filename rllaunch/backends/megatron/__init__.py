@@ -1,0 +1,1 @@
+"""Megatron-core as trainer. Shapes and weight layouts are plain torch; the rest imports Megatron-core."""

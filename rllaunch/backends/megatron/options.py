@@ -1,0 +1,327 @@
+"""The config dataclasses of the installed Megatron-core, from a launch's sections and the model's shape."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from rllaunch.backends.megatron.shape import Experts, Latent, ModelShape, Rope
+from rllaunch.errors import ConfigError, did_you_mean
+from rllaunch.resolve.schema import LaunchConfig
+
+# Names of Megatron-LM's command line that Megatron-core's dataclasses spell otherwise.
+ALIASES = {"fp8_format": "fp8", "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32"}
+
+# Options of miles around Megatron (radixark/miles@31f1ca9 miles/utils/arguments.py), and what becomes of them here.
+FOREIGN = {
+    "qkv_format": "sequences are padded to one length (bshd) whatever it says",
+    "use_rollout_routing_replay": "the router chooses experts anew in training",
+    "use_fault_tolerance": "a rank that fails ends the run; --resume goes on",
+    "allgather_cp": "context parallelism is not built",
+    "freeze_e_score_correction_bias": "the bias is frozen unless moe_router_bias_update_rate is set",
+    "moe_router_freeze_gate": "the router is trained",
+}
+
+# Fields of the dataclasses that this trainer does not serve, and why.
+UNSERVED = {
+    "fp16": "there is no loss scaling; use --train-precision bf16",
+    "calculate_per_token_loss": "losses are already divided by the tokens of all ranks",
+    "moe_aux_loss_coeff": "the auxiliary loss would be weighed by tokens that the loss is already divided by",
+    "moe_z_loss_coeff": "the auxiliary loss would be weighed by tokens that the loss is already divided by",
+    "mtp_num_layers": "layers for multi-token prediction are not built",
+    "virtual_pipeline_model_parallel_size": "a rank holds one stage",
+    "overlap_grad_reduce": "gradients are reduced after the last micro-batch",
+    "overlap_param_gather": "parameters are gathered inside the optimizer's step",
+    "use_megatron_fsdp": "its buffers are not known to the handoff",
+    "use_custom_fsdp": "its buffers are not known to the handoff",
+    "average_in_collective": "gradients of the ranks are added",
+    "cpu_offloading": "activations are not part of the handoff",
+    "heterogeneous_block_specs": "all layers come from the architecture's facts",
+}
+
+
+@dataclass(frozen=True)
+class MegatronConfigs:
+    """What Megatron-core is built with.
+
+    Args:
+        notes: a sentence for each option that has no effect here; to be told once.
+    """
+
+    transformer: Any
+    ddp: Any
+    optimizer: Any
+    uses_te: bool
+    notes: tuple[str, ...]
+
+
+def has_transformer_engine() -> bool:
+    return find_spec("transformer_engine") is not None
+
+
+def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -> MegatronConfigs:
+    """
+    Raises:
+        ConfigError: an option that the installed Megatron-core does not have, that another key decides, or whose value
+            it refuses; or a layout this trainer does not serve.
+    """
+    _check_served(config)
+    given, notes = _given(config.megatron.model_extra or {})
+    impl = given.get("transformer_impl", "transformer_engine" if has_transformer_engine() else "local")
+    if impl not in ("local", "transformer_engine") or (impl == "transformer_engine" and not has_transformer_engine()):
+        raise ConfigError(
+            f"transformer_impl = {impl!r} cannot be built here: "
+            + ("Transformer Engine is not installed" if impl == "transformer_engine" else "it is for inference"),
+            "[megatron] transformer_impl",
+            "install transformer-engine, or set it to 'local'",
+        )
+    uses_te = impl == "transformer_engine"
+    is_fp32 = config.trainer.precision == "fp32"
+    types = {"bf16": not is_fp32, "params_dtype": torch.float32 if is_fp32 else torch.bfloat16}
+    transformer_class = MLATransformerConfig if shape.latent else TransformerConfig
+    fixed = {**_model(shape), **_layout(config), **types, "pipeline_dtype": types["params_dtype"]}
+    fixed |= {"calculate_per_token_loss": True, "use_cpu_initialization": on_cpu}
+    free = {**_free(config, shape, uses_te), "transformer_impl": impl}
+    optimizer = {**_optimizer(config), **types}
+    sums = {"average_in_collective": False}
+    sharded = {"use_distributed_optimizer": True}
+    _check_given(given, fixed | optimizer | sums)
+    return MegatronConfigs(
+        _build(transformer_class, fixed, free, given),
+        _build(DistributedDataParallelConfig, sums, sharded | {"grad_reduce_in_fp32": True}, given),
+        _build(OptimizerConfig, optimizer, sharded, given),
+        uses_te,
+        notes,
+    )
+
+
+def known_options() -> set[str]:
+    """Fields that the installed dataclasses have, functions and private ones left out."""
+    fields = (
+        f
+        for cls in (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+        for f in dataclasses.fields(cls)
+    )
+    return {f.name for f in fields if not f.name.startswith("_") and "Callable" not in str(f.type)}
+
+
+def _given(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The options under the installed names, and a word on each that has no effect."""
+    known = known_options()
+    given: dict[str, Any] = {}
+    notes = []
+    for key, value in options.items():
+        name = key if key in known else ALIASES.get(key, key)
+        if name in known:
+            given[name] = value
+        elif name in FOREIGN:
+            notes.append(f"[megatron] {key} = {value!r} has no effect: {FOREIGN[name]}")
+        else:
+            hint = did_you_mean(key, known | set(FOREIGN) | set(ALIASES), "see TransformerConfig; known")
+            raise ConfigError(
+                f"the installed Megatron-core has no option {key!r}",
+                f"[megatron] {key}",
+                hint
+                if len(hint) < 200
+                else "its options are the fields of TransformerConfig, "
+                "DistributedDataParallelConfig and OptimizerConfig",
+            )
+    return given, tuple(notes)
+
+
+def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in UNSERVED and value:
+            raise ConfigError(
+                f"{name} = {value!r} is not served: {UNSERVED[name]}", f"[megatron] {name}", "leave it out"
+            )
+        if name in decided and name not in UNSERVED and value != decided[name]:
+            raise ConfigError(
+                f"{name} = {value!r} is decided elsewhere: it follows as {decided[name]!r} from the model's "
+                "architecture or from [trainer]",
+                f"[megatron] {name}",
+                "leave it out, or set the key of [trainer] or [model] that decides it",
+            )
+
+
+def _check_served(config: LaunchConfig) -> None:
+    trainer = config.trainer
+    if trainer.context_parallel_size > 1:
+        raise ConfigError(
+            "the megatron trainer does not split sequences",
+            f"trainer.context_parallel_size = {trainer.context_parallel_size}",
+            "use 1",
+        )
+    if config.has_critic:
+        raise ConfigError(
+            "the megatron trainer has no critic",
+            "algorithm.advantage_estimator = ppo",
+            "use --advantage-estimator grpo",
+        )
+    if config.has_lora:
+        raise ConfigError(
+            "the megatron trainer has no LoRA adapters",
+            f"algorithm.lora_rank = {config.algorithm.lora_rank}",
+            "use --lora-rank 0",
+        )
+
+
+def _build(cls: Any, fixed: Mapping[str, Any], free: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """`cls` with what is fixed, over what was given, over our own defaults; only of fields it has."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    chosen = {n: _value(fields[n], v) for n, v in {**free, **given}.items() if n in fields}
+    unknown = fixed.keys() - fields.keys()
+    assert not unknown, f"{cls.__name__} of the installed Megatron-core lacks {sorted(unknown)}"
+    try:
+        return cls(**{**chosen, **fixed})
+    except (ValueError, TypeError, AssertionError) as err:
+        told = ", ".join(f"{n} = {v!r}" for n, v in given.items() if n in fields)
+        raise ConfigError(
+            f"Megatron-core refuses its {cls.__name__}: {err}", f"[megatron] {told}" if told else "[trainer]"
+        ) from err
+
+
+def _value(field: dataclasses.Field[Any], value: Any) -> Any:
+    """TOML has no enumerations: their members are given by name."""
+    if not (isinstance(field.default, Enum) and isinstance(value, str)):
+        return value
+    members = type(field.default).__members__
+    if value not in members:
+        raise ConfigError(
+            f"{field.name} = {value!r} is not known", f"[megatron] {field.name}", did_you_mean(value, members)
+        )
+    return members[value]
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    fixed = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_width,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_heads if shape.latent else shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        # In latent attention it stands for the norms of the latents.
+        "qk_layernorm": shape.qk_norm or shape.latent is not None,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "multi_latent_attention": shape.latent is not None,
+    }
+    if shape.latent:
+        fixed |= _latent(shape.latent, shape.rope)
+    if shape.experts:
+        fixed |= _experts(shape.experts)
+    return fixed
+
+
+def _latent(latent: Latent, rope: Rope) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.theta,
+        # Its logarithm scales the softmax even where `rope_type` is "rope".
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_length,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
+def _experts(experts: Experts) -> dict[str, Any]:
+    groups, of_them = experts.groups or (None, None)
+    return {
+        "num_moe_experts": experts.number,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_layer_freq": [int(sparse) for sparse in experts.is_sparse],
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
+        "moe_router_score_function": experts.score,
+        # A softmax over the chosen ones alone is the normalised softmax over all.
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalizes,
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": of_them,
+        "moe_router_enable_expert_bias": experts.has_bias,
+    }
+
+
+def _layout(config: LaunchConfig) -> dict[str, Any]:
+    trainer = config.trainer
+    fixed: dict[str, Any] = {
+        "tensor_model_parallel_size": trainer.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": trainer.pipeline_model_parallel_size,
+        "context_parallel_size": trainer.context_parallel_size,
+        "expert_model_parallel_size": trainer.expert_model_parallel_size,
+        "expert_tensor_parallel_size": trainer.expert_tensor_parallel_size or trainer.tensor_model_parallel_size,
+        "sequence_parallel": trainer.sequence_parallel and trainer.tensor_model_parallel_size > 1,
+    }
+    if trainer.pipeline_model_parallel_size > 1:
+        fixed["num_layers_in_first_pipeline_stage"] = trainer.decoder_first_pipeline_num_layers
+        fixed["num_layers_in_last_pipeline_stage"] = trainer.decoder_last_pipeline_num_layers
+    return fixed
+
+
+def _free(config: LaunchConfig, shape: ModelShape, uses_te: bool) -> dict[str, Any]:
+    """Our own defaults, which an option of [megatron] may replace."""
+    trainer = config.trainer
+    free: dict[str, Any] = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "init_method_std": trainer.init_method_std,
+        "persist_layer_norm": False,
+    }
+    if trainer.recompute_granularity != "none":
+        free["recompute_granularity"] = trainer.recompute_granularity
+    if trainer.recompute_granularity == "full":
+        free |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if trainer.precision == "fp8":
+        free["fp8"] = "hybrid"
+    if shape.experts:
+        free |= {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": uses_te,
+        }
+    return free
+
+
+def _optimizer(config: LaunchConfig) -> dict[str, Any]:
+    trainer = config.trainer
+    fixed: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": trainer.lr,
+        "min_lr": trainer.min_lr,
+        "weight_decay": trainer.weight_decay,
+        "adam_beta1": trainer.adam_beta1,
+        "adam_beta2": trainer.adam_beta2,
+        "adam_eps": trainer.adam_eps,
+        "clip_grad": trainer.clip_grad,
+        "optimizer_cpu_offload": trainer.optimizer_cpu_offload,
+    }
+    if trainer.optimizer_cpu_offload:
+        fixed["optimizer_offload_fraction"] = 1.0
+    return fixed

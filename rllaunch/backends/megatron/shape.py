@@ -1,0 +1,250 @@
+"""A causal language model as Megatron-core needs to know it, from the facts of its Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rllaunch.errors import ConfigError, did_you_mean
+
+_WHERE = "model.architecture"
+# `rotary_pos_embedding.py` of Megatron-core 0.16.1 has these three as constants.
+_LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: `default`, `llama3` (one factor) or, for latent attention, `yarn`."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_length: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Widths of multi-head latent attention; `q_rank` is None where queries come from the hidden state."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts.
+
+    Args:
+        is_sparse: for every layer, whether it has experts.
+        shared_width: of all shared experts together; 0: none.
+        normalizes: the weights of the chosen experts sum to one before `scaling`.
+        groups: groups of experts and how many of them a token may use; None: no groups.
+        has_bias: a bias decides, beside the scores, which experts are chosen.
+    """
+
+    number: int
+    top_k: int
+    width: int
+    is_sparse: tuple[bool, ...]
+    score: str = "softmax"
+    normalizes: bool = True
+    scaling: float | None = None
+    groups: tuple[int, int] | None = None
+    shared_width: int = 0
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that decides the tensors and the arithmetic of the model."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    norm_eps: float
+    max_length: int
+    rope: Rope
+    is_tied: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Rows of embedding and head: each of `tp` ranks holds the same number of them."""
+        return -(-self.vocab_size // tp) * tp
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.is_sparse[layer]
+
+
+def read_shape(facts: Mapping[str, Any]) -> ModelShape:
+    """
+    Args:
+        facts: of `config.json`, complete with the defaults of transformers' class (`PreTrainedConfig.to_dict`).
+    Raises:
+        ConfigError: a family this trainer does not build, or something in it that Megatron-core computes otherwise.
+    """
+    model_type = facts.get("model_type", "")
+    family = _FAMILIES.get(model_type)
+    if family is None:
+        raise ConfigError(
+            f"the megatron trainer does not build models of type {model_type!r}",
+            f"{_WHERE}.model_type",
+            did_you_mean(str(model_type), _FAMILIES, "it builds"),
+        )
+    if facts.get("hidden_act", "silu") != "silu":
+        raise _unlike("hidden_act", facts["hidden_act"], "only silu")
+    if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
+        raise _unlike("sliding_window", facts.get("sliding_window"), "only full attention")
+    return family(facts)
+
+
+def _llama(facts: Mapping[str, Any]) -> ModelShape:
+    for name in ("attention_bias", "mlp_bias"):
+        if facts.get(name):
+            raise _unlike(name, True, "no biases in these layers")
+    return ModelShape(**_common(facts))
+
+
+def _qwen2(facts: Mapping[str, Any]) -> ModelShape:
+    return ModelShape(**_common(facts), qkv_bias=True)
+
+
+def _qwen3(facts: Mapping[str, Any]) -> ModelShape:
+    if facts.get("attention_bias"):
+        raise _unlike("attention_bias", True, "no biases in these layers")
+    return ModelShape(**_common(facts), qk_norm=True)
+
+
+def _qwen3_moe(facts: Mapping[str, Any]) -> ModelShape:
+    layers, step = facts["num_hidden_layers"], facts["decoder_sparse_step"]
+    dense = set(facts["mlp_only_layers"] or ())
+    experts = Experts(
+        number=facts.get("num_experts") or facts["num_local_experts"],
+        top_k=facts["num_experts_per_tok"],
+        width=facts["moe_intermediate_size"],
+        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        normalizes=facts["norm_topk_prob"],
+    )
+    if experts.top_k == 1 and experts.normalizes:
+        raise _unlike("norm_topk_prob", True, "with one expert a token the weight is the score itself")
+    if facts.get("attention_bias"):
+        raise _unlike("attention_bias", True, "no biases in these layers")
+    return ModelShape(**_common(facts), qk_norm=True, experts=experts)
+
+
+def _deepseek_v3(facts: Mapping[str, Any]) -> ModelShape:
+    if facts.get("attention_bias"):
+        raise _unlike("attention_bias", True, "no biases in these layers")
+    if not facts.get("rope_interleave", True):
+        raise _unlike("rope_interleave", False, "only interleaved rotary dimensions in latent attention")
+    if not facts["norm_topk_prob"]:
+        raise _unlike("norm_topk_prob", False, "sigmoid scores are always normalised")
+    top_k, number = facts["num_experts_per_tok"], facts.get("n_routed_experts") or facts["num_local_experts"]
+    layers, dense = facts["num_hidden_layers"], facts["first_k_dense_replace"]
+    latent = Latent(
+        q_rank=facts["q_lora_rank"] or None,
+        kv_rank=facts["kv_lora_rank"],
+        nope_dim=facts["qk_nope_head_dim"],
+        rope_dim=facts["qk_rope_head_dim"],
+        value_dim=facts["v_head_dim"],
+    )
+    experts = Experts(
+        number=number,
+        top_k=top_k,
+        width=facts["moe_intermediate_size"],
+        is_sparse=tuple(i >= dense for i in range(layers)),
+        score="sigmoid",
+        scaling=facts["routed_scaling_factor"],
+        groups=_groups(facts["n_group"], facts["topk_group"], top_k),
+        shared_width=facts["moe_intermediate_size"] * facts["n_shared_experts"],
+        has_bias=True,
+    )
+    common = {**_common(facts), "head_dim": latent.nope_dim + latent.rope_dim}
+    return ModelShape(**common, latent=latent, experts=experts)
+
+
+def _groups(number: int, chosen: int, top_k: int) -> tuple[int, int] | None:
+    """None where all groups are open. Megatron ranks groups by the best `top_k // chosen` in them, the model by two."""
+    if number <= 1 or chosen == number:
+        return None
+    if top_k // chosen != 2:
+        raise _unlike("topk_group", chosen, f"with {top_k} experts a token only {top_k // 2} groups")
+    return number, chosen
+
+
+_FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def _common(facts: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
+    return {
+        "model_type": facts["model_type"],
+        "vocab_size": facts["vocab_size"],
+        "hidden_size": hidden,
+        "num_layers": facts["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": facts.get("num_key_value_heads") or heads,
+        "head_dim": facts.get("head_dim") or hidden // heads,
+        "ffn_width": facts["intermediate_size"],
+        "norm_eps": facts["rms_norm_eps"],
+        "max_length": facts["max_position_embeddings"],
+        "rope": _rope(facts),
+        "is_tied": bool(facts.get("tie_word_embeddings")),
+    }
+
+
+def _rope(facts: Mapping[str, Any]) -> Rope:
+    given = dict(facts.get("rope_parameters") or {})
+    kind, theta = given.pop("rope_type", "default"), float(given.pop("rope_theta", 10000.0))
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _unlike("partial_rotary_factor", given["partial_rotary_factor"], "only whole heads are rotated")
+    if kind == "default":
+        return Rope(kind, theta)
+    if kind == "llama3":
+        for name, fixed in _LLAMA3_FIXED.items():
+            if given.get(name, fixed) != fixed:
+                raise _unlike(f"rope_parameters.{name}", given[name], f"only {fixed}")
+        return Rope(kind, theta, float(given["factor"]))
+    if kind == "yarn" and facts.get("kv_lora_rank"):
+        if given.get("attention_factor") is not None or not given.get("truncate", True):
+            raise _unlike("rope_parameters", given, "neither attention_factor nor truncate = false")
+        return Rope(
+            kind,
+            theta,
+            float(given["factor"]),
+            int(given["original_max_position_embeddings"]),
+            float(given.get("beta_fast") or 32.0),
+            float(given.get("beta_slow") or 1.0),
+            float(given.get("mscale") or 1.0),
+            float(given.get("mscale_all_dim") or 0.0),
+        )
+    raise _unlike("rope_parameters.rope_type", kind, "default, llama3, and yarn with latent attention")
+
+
+def _unlike(name: str, value: Any, has: str) -> ConfigError:
+    return ConfigError(
+        f"{name} = {value!r}: Megatron-core as built here has {has}",
+        f"{_WHERE}.{name}",
+        "train it with another backend",
+    )

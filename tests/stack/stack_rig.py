@@ -1,0 +1,120 @@
+"""Tiny models of every family and a launch around them, with the megatron trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rllaunch.backends.base import LaunchContext
+from rllaunch.plan.handoff import HandoffOptions
+from rllaunch.resolve.schema import LaunchConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 52,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3"}
+QWEN3_MOE = {
+    **QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK = {
+    **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4,
+    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama3-rope": {
+        **LLAMA,
+        "rope_parameters": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2": {**LLAMA, "model_type": "qwen2"},
+    "qwen3": {**QWEN3, "rope_theta": 1e6},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe-raw-weights": {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3-yarn": {**DEEPSEEK, "rope_parameters": YARN},
+    "deepseek_v3-no-query-latent": {**DEEPSEEK, "q_lora_rank": 0, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+}  # fmt: skip
+
+
+def make_context(architecture: dict[str, Any], *, num_slots: int = 1, **sections: dict[str, Any]) -> LaunchContext:
+    """A tiny launch in float32; `sections` add to or replace what stands here (`trainer={"lr": 1.0}`)."""
+    facts: dict[str, dict[str, Any]] = {
+        "model": {"architecture": architecture, "dtype": "float32"},
+        "trainer": {"backend": "megatron", "lr": 1e-2, "precision": "fp32", "init_method_std": 0.3, "num_steps_per_rollout": 2},
+        "rollout": {
+            "backend": "embedded", "dtype": "float32", "rollout_batch_size": 4, "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 4,
+        },
+        "run": {"num_rollout": 10, "seed": 7},
+        # The other dispatcher, `alltoall`, works on streams of a GPU.
+        "megatron": {"moe_token_dispatcher_type": "allgather"},
+    }  # fmt: skip
+    options = sections.pop("options", {})
+    for name, values in sections.items():
+        facts[name] = {**facts.get(name, {}), **values}
+    return LaunchContext(LaunchConfig.model_validate(facts), replace(HandoffOptions(), **options), "", 5, num_slots)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron's parallel groups in this process alone, on the CPU."""
+    from megatron.core import parallel_state
+    from megatron_cpu import use_cpu
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    use_cpu()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def hf_model(context: LaunchContext) -> Any:
+    """The model of transformers with random values everywhere, norms and biases too."""
+    from rllaunch.backends.embedded.model import build_model
+
+    model = build_model(context)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("norm.weight", "bias")):
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+    return model

@@ -1,0 +1,100 @@
+"""What a launch means to the installed Megatron-core."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from stack_rig import ARCHITECTURES, LLAMA, QWEN3_MOE, make_context
+
+from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.megatron import options
+from rllaunch.backends.megatron.options import MegatronConfigs, known_options, megatron_configs
+from rllaunch.backends.megatron.shape import read_shape
+from rllaunch.errors import ConfigError
+
+pytestmark = pytest.mark.stack
+
+CELLS = Path(__file__).parents[2] / "profiles" / "rllaunch_profiles" / "cells"
+
+
+def configs(architecture: dict[str, Any] = LLAMA, **sections: dict[str, Any]) -> MegatronConfigs:
+    context = make_context(architecture, **sections)
+    return megatron_configs(context.config, read_shape(model_config(context).to_dict()), on_cpu=True)
+
+
+def test_an_option_reaches_each_dataclass_that_has_it() -> None:
+    made = configs(megatron={"use_distributed_optimizer": False, "window_size": None, "attention_backend": "unfused"})
+    assert (made.ddp.use_distributed_optimizer, made.optimizer.use_distributed_optimizer) == (False, False)
+    assert made.transformer.attention_backend.name == "unfused"
+
+
+def test_sections_and_architecture_decide_the_rest() -> None:
+    trainer = {"lr": 3e-4, "clip_grad": 0.5, "adam_beta2": 0.98, "recompute_granularity": "full"}
+    made = configs(QWEN3_MOE, trainer=trainer)
+    assert (made.optimizer.lr, made.optimizer.clip_grad, made.optimizer.adam_beta2) == (3e-4, 0.5, 0.98)
+    config = made.transformer
+    assert (config.num_moe_experts, config.moe_router_topk, config.num_query_groups, config.kv_channels) == (4, 2, 2, 8)
+    assert (config.recompute_granularity, config.recompute_method) == ("full", "uniform")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("moe_router_dtyp", "fp32", "did you mean 'moe_router_dtype'?"),
+        ("hidden_size", 64, "hidden_size = 64 is decided elsewhere: it follows as 32"),
+        ("moe_aux_loss_coeff", 0.01, "moe_aux_loss_coeff = 0.01 is not served"),
+        ("attention_backend", "flsh", "did you mean 'flash'?"),
+        ("transformer_impl", "transformer_engine", "Transformer Engine is not installed"),
+        ("recompute_granularity", "some", "Megatron-core refuses its TransformerConfig"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_names_it(
+    option: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "has_transformer_engine", lambda: False)
+    with pytest.raises(ConfigError) as caught:
+        configs(QWEN3_MOE, megatron={option: value})
+    assert says in str(caught.value)
+    assert option in str(caught.value)
+
+
+@pytest.mark.parametrize("cell", sorted(CELLS.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_option_of_a_shipped_cell_is_known_or_told(cell: Path) -> None:
+    given = tomllib.loads(cell.read_text())["choices"]["megatron"]
+    kept, notes = options._given(given)
+    assert set(kept) <= known_options()
+    assert len(kept) + len(notes) == len(given)
+    assert {note.split()[1] for note in notes} == set(given) & set(options.FOREIGN)
+
+
+def test_a_name_of_miles_is_told_and_has_no_effect() -> None:
+    made = configs(megatron={"qkv_format": "bshd"})
+    assert made.notes == (
+        "[megatron] qkv_format = 'bshd' has no effect: sequences are padded to one length (bshd) whatever it says",
+    )
+
+
+def test_foreign_names_and_reasons_speak_of_what_megatron_has() -> None:
+    assert not set(options.FOREIGN) & known_options()
+    assert set(options.ALIASES.values()) <= known_options()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt_oss"}, "does not build models of type 'gpt_oss'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_what_megatron_would_compute_otherwise_is_refused(changes: dict[str, Any], says: str) -> None:
+    context = make_context(ARCHITECTURES["llama"])
+    with pytest.raises(ConfigError, match=says):
+        read_shape({**model_config(context).to_dict(), **changes})
