@@ -1,0 +1,223 @@
+"""Which tensors of a Hugging Face checkpoint each Megatron-core parameter is made of, and the two layouts of each.
+
+Layer and expert numbers are the whole model's; which of them a rank holds is `placement`'s business. Plain torch.
+Source: Megatron-core 0.16.1 transformer/{attention,mlp,multi_latent_attention}.py for its layouts; names of
+checkpoints as transformers 5.23.0 saves them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rllaunch.backends.megatron.shape import ModelShape
+
+Form = Literal["plain", "vocab", "qkv", "gated"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter of the whole model.
+
+    Args:
+        names: what it may be called, local modules first, those of Transformer Engine after; `{layer}` and `{expert}`
+            stand for a rank's own numbers.
+        sources: the checkpoint's tensors, in the order they lie in the parameter.
+        form: `plain` one tensor as it is; `vocab` one with rows to pad; `qkv` queries, keys and values interleaved by
+            group of key heads; `gated` gate and up projection, one after the other on each rank.
+        split: the dimension ranks share, where they do.
+        layer, expert: 0-based, of the whole model; None outside of them.
+        is_copy: of another entry's values: it is filled, but never read.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+    form: Form = "plain"
+    split: int | None = None
+    layer: int | None = None
+    expert: int | None = None
+    is_copy: bool = False
+
+
+def entries(shape: ModelShape) -> list[Entry]:
+    """All parameters of the model in the order of its checkpoint; the same on every rank."""
+    embedding = "model.embed_tokens.weight"
+    made = [Entry(("embedding.word_embeddings.weight",), (embedding,), "vocab", 0)]
+    for layer in range(shape.num_layers):
+        made += _attention(shape, layer)
+        made += _experts(shape, layer) if shape.is_sparse(layer) else _dense(layer)
+        made += _norms(shape, layer)
+    made.append(Entry(("decoder.final_layernorm.weight",), ("model.norm.weight",)))
+    head = embedding if shape.is_tied else "lm_head.weight"
+    made.append(Entry(("output_layer.weight",), (head,), "vocab", 0, is_copy=shape.is_tied))
+    return made
+
+
+def _attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    at, of = "decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    if shape.latent:
+        yield from _latent_attention(shape.latent.q_rank is not None, at, of, layer)
+    else:
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            sources = tuple(f"{of}.{part}_proj.{kind}" for part in "qkv")
+            yield Entry((f"{at}.linear_qkv.{kind}",), sources, "qkv", 0, layer)
+    yield Entry((f"{at}.linear_proj.weight",), (f"{of}.o_proj.weight",), split=1, layer=layer)
+    if shape.qk_norm:
+        for part in "qk":
+            yield Entry((f"{at}.{part}_layernorm.weight",), (f"{of}.{part}_norm.weight",), layer=layer)
+
+
+def _latent_attention(has_query_latent: bool, at: str, of: str, layer: int) -> Iterator[Entry]:
+    latents = [("kv", "kv_a_proj_with_mqa", "kv_b_proj")]
+    if has_query_latent:
+        latents.insert(0, ("q", "q_a_proj", "q_b_proj"))
+    else:
+        yield Entry((f"{at}.linear_q_proj.weight",), (f"{of}.q_proj.weight",), split=0, layer=layer)
+    for part, down, up in latents:
+        yield Entry((f"{at}.linear_{part}_down_proj.weight",), (f"{of}.{down}.weight",), split=0, layer=layer)
+        norms = (f"{at}.{part}_layernorm.weight", f"{at}.linear_{part}_up_proj.layer_norm_weight")
+        yield Entry(norms, (f"{of}.{part}_a_layernorm.weight",), layer=layer)
+        yield Entry((f"{at}.linear_{part}_up_proj.weight",), (f"{of}.{up}.weight",), split=0, layer=layer)
+
+
+def _dense(layer: int) -> Iterator[Entry]:
+    return _gated("decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", layer)
+
+
+def _experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    assert shape.experts is not None, "asked for a sparse layer only"
+    at, of = "decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    yield Entry((f"{at}.router.weight",), (f"{of}.gate.weight",), layer=layer)
+    if shape.experts.has_bias:
+        yield Entry((f"{at}.router.expert_bias",), (f"{of}.gate.e_score_correction_bias",), layer=layer)
+    for expert in range(shape.experts.number):
+        one = f"{of}.experts.{expert}"
+        for number, parts in ((1, ("gate", "up")), (2, ("down",))):
+            names = (
+                f"{at}.experts.local_experts.{{expert}}.linear_fc{number}.weight",
+                f"{at}.experts.linear_fc{number}.weight{{expert}}",
+            )
+            sources = tuple(f"{one}.{part}_proj.weight" for part in parts)
+            form: Form = "gated" if number == 1 else "plain"
+            yield Entry(names, sources, form, number - 1, layer, expert)
+    if shape.experts.shared_width:
+        yield from _gated(f"{at}.shared_experts", f"{of}.shared_experts", layer)
+
+
+def _gated(at: str, of: str, layer: int) -> Iterator[Entry]:
+    gate_up = (f"{of}.gate_proj.weight", f"{of}.up_proj.weight")
+    yield Entry((f"{at}.linear_fc1.weight",), gate_up, "gated", 0, layer)
+    yield Entry((f"{at}.linear_fc2.weight",), (f"{of}.down_proj.weight",), split=1, layer=layer)
+
+
+def _norms(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    at, of = "decoder.layers.{layer}", f"model.layers.{layer}"
+    before = (f"{at}.input_layernorm.weight", f"{at}.self_attention.linear_qkv.layer_norm_weight")
+    yield Entry(before, (f"{of}.input_layernorm.weight",), layer=layer)
+    between = (f"{at}.pre_mlp_layernorm.weight", f"{at}.mlp.linear_fc1.layer_norm_weight")
+    yield Entry(between, (f"{of}.post_attention_layernorm.weight",), layer=layer)
+
+
+# -- one parameter, whole --------------------------------------------------------------------------
+
+
+def to_megatron(entry: Entry, sources: Sequence[Tensor], shape: ModelShape, tp: int) -> Tensor:
+    """The whole parameter from the checkpoint's tensors.
+
+    Args:
+        tp: ranks that share the vocabulary, to whose multiple its rows are padded with zeros.
+    """
+    if entry.form == "qkv":
+        return _interleave(sources, shape)
+    if entry.form == "vocab":
+        extra = shape.padded_vocab_size(tp) - sources[0].shape[0]
+        return torch.nn.functional.pad(sources[0], (0, 0, 0, extra)) if extra else sources[0]
+    return torch.cat(list(sources)) if len(sources) > 1 else sources[0]
+
+
+def from_megatron(entry: Entry, whole: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The checkpoint's tensors, in the order of `entry.sources`; views where the layout allows."""
+    if entry.form == "qkv":
+        return _separate(whole, shape)
+    if entry.form == "vocab":
+        return [whole[: shape.vocab_size]]
+    return list(whole.chunk(len(entry.sources)))
+
+
+def _interleave(qkv: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    grouped = [t.reshape(shape.num_kv_heads, -1, *t.shape[1:]) for t in qkv]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def _separate(whole: Tensor, shape: ModelShape) -> list[Tensor]:
+    grouped = whole.reshape(shape.num_kv_heads, -1, *whole.shape[1:])
+    widths = [shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
+    return [part.flatten(0, 1) for part in torch.split(grouped, widths, dim=1)]
+
+
+# -- one parameter, shared by ranks ----------------------------------------------------------------
+
+
+def shard(entry: Entry, whole: Tensor, rank: int, size: int) -> Tensor:
+    """The part of a whole parameter that tensor-parallel rank `rank` of `size` holds."""
+    if size == 1 or entry.split is None:
+        return whole
+    if entry.form == "gated":
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim=entry.split)[rank]
+
+
+def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
+    """The whole parameter from the shards of all ranks, in their order."""
+    if len(shards) == 1:
+        return shards[0]
+    assert entry.split is not None, "only a parameter with a dimension to split has several shards"
+    if entry.form == "gated":
+        halves = [s.chunk(2) for s in shards]
+        return torch.cat([half[i] for i in (0, 1) for half in halves])
+    return torch.cat(list(shards), dim=entry.split)
+
+
+# -- experts as transformers' modules keep them ----------------------------------------------------
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+_SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def unstack_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Names of a module of transformers 5 → those of its checkpoint: each expert's matrices by themselves."""
+    for name, tensor in named:
+        if not (found := _STACKED.match(name)):
+            yield name, tensor
+            continue
+        at, which = found.groups()
+        for number, matrix in enumerate(tensor):
+            parts = zip(("gate", "up"), matrix.chunk(2), strict=True) if which == "gate_up_proj" else [("down", matrix)]
+            for part, values in parts:
+                yield f"{at}.{number}.{part}_proj.weight", values
+
+
+def stack_experts(named: Iterable[tuple[str, Tensor]], number: int) -> Iterator[tuple[str, Tensor]]:
+    """The way back; a layer's `number` experts must come one after the other."""
+    waiting: dict[tuple[int, str], Tensor] = {}
+    for name, tensor in named:
+        if not (found := _SINGLE.match(name)):
+            yield name, tensor
+            continue
+        waiting[int(found[2]), found[3]] = tensor
+        if len(waiting) == 3 * number:
+            gate_up = [torch.cat([waiting[e, "gate"], waiting[e, "up"]]) for e in range(number)]
+            yield f"{found[1]}.gate_up_proj", torch.stack(gate_up)
+            yield f"{found[1]}.down_proj", torch.stack([waiting[e, "down"] for e in range(number)])
+            waiting.clear()
+    assert not waiting, "every layer's experts are whole"
+
+
+def missing(shape: ModelShape, checkpoint: Mapping[str, object]) -> list[str]:
+    """Names the model needs that a checkpoint does not have."""
+    return [s for e in entries(shape) for s in e.sources if s not in checkpoint]
