@@ -1,0 +1,73 @@
+"""The model as Megatron-core builds it, from its configs and shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from rllaunch.backends.megatron.attention import use_torch_attention
+from rllaunch.backends.megatron.options import MegatronConfigs
+from rllaunch.backends.megatron.shape import ModelShape
+
+# DeepSeek-V3's norms of the latents have the class default of transformers, whatever `rms_norm_eps` says.
+_LATENT_NORM_EPS = 1e-6
+
+
+def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
+    """This rank's stage of the model; parallel groups must be initialised.
+
+    Its logits are [B, T, padded vocabulary / TP]: each rank has its part of the vocabulary.
+    """
+    config = configs.transformer
+    if not configs.uses_te:
+        _mend_imports()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=configs.uses_te, normalization="RMSNorm")
+    if not configs.uses_te:
+        # Apex, where it is installed, would be chosen for the last norm, and it knows no RMSNorm.
+        spec.layer_norm = WrappedTorchNorm
+        use_torch_attention(spec)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.is_tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope.theta,
+        rope_scaling=shape.rope.kind == "llama3",
+        rope_scaling_factor=shape.rope.factor,
+    )
+    if shape.latent:
+        _set_latent_norms(model)
+    return model
+
+
+def _set_latent_norms(model: Any) -> None:
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            module: Any = getattr(attention, name, None)
+            if hasattr(module, "eps"):
+                module.eps = _LATENT_NORM_EPS
+
+
+def _mend_imports() -> None:
+    """Let mixtures of experts and latent attention run without Transformer Engine.
+
+    Megatron-core 0.16.1 takes its own `extensions.transformer_engine`, which can always be imported, for a sign that
+    Transformer Engine is there: `moe_utils` then lacks a name it asks for, and `multi_latent_attention` asks whether a
+    module is an instance of a mock.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not isinstance(getattr(multi_latent_attention, "TELinear", ()), type | tuple):
+        multi_latent_attention.TELinear = ()

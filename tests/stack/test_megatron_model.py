@@ -1,0 +1,57 @@
+"""Megatron-core's model against that of transformers, on the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from safetensors.torch import load_file
+from stack_rig import ARCHITECTURES, hf_model, make_context, one_process
+
+from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.megatron.model import build_model
+from rllaunch.backends.megatron.options import megatron_configs
+from rllaunch.backends.megatron.placement import Placement
+from rllaunch.backends.megatron.shape import read_shape
+from rllaunch.backends.megatron.weights import stack_experts, unstack_experts
+
+pytestmark = pytest.mark.stack
+
+
+def named_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """As its checkpoint has them; buffers that are saved too."""
+    return dict(unstack_experts((n, t.detach()) for n, t in model.state_dict().items()))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_those_of_transformers_and_weights_come_back_exactly(name: str, tmp_path: Path) -> None:
+    context = make_context(ARCHITECTURES[name])
+    theirs = hf_model(context)
+    tensors = named_tensors(theirs)
+    ids_BT = torch.randint(0, 52, (3, 40), generator=torch.Generator().manual_seed(1))
+    with one_process():
+        shape = read_shape(model_config(context).to_dict())
+        ours = build_model(megatron_configs(context.config, shape, on_cpu=True), shape)
+        placement = Placement(ours, shape)
+        placement.fill(tensors.__getitem__)
+        with torch.no_grad():
+            got = ours(ids_BT, None, None)[..., : shape.vocab_size]
+            want = theirs(input_ids=ids_BT, use_cache=False).logits
+        parameters = dict(ours.named_parameters()) | dict(ours.named_buffers())
+        back = dict(placement.gather(parameters.__getitem__, "cpu"))
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    assert want.std() > 0.1
+
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == saved.keys()
+    assert all(torch.equal(back[n], saved[n]) for n in saved)
+    if shape.experts:
+        stacked = dict(stack_experts(back.items(), shape.experts.number))
+        module = theirs.state_dict()
+        assert all(torch.equal(stacked[n], module[n]) for n in module if n != "lm_head.weight" or not shape.is_tied)
