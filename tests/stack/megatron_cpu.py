@@ -28,16 +28,11 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def use_cpu(seed: int = 1) -> None:
-    """Once a process; parallel groups must be initialised."""
-    from megatron.core import tensor_parallel
-
+def use_cpu() -> None:
+    """Once a process, before anything is built."""
     if not _active:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
         torch.cuda.synchronize = lambda *a, **k: None  # type: ignore[assignment]
         torch.cuda.current_stream = lambda *a, **k: None  # type: ignore[assignment]
         _active.append(_CudaIsCpu())
         _active[0].__enter__()
-    # An inference tracker keeps no random states, which only exist on a GPU.
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
-    torch.manual_seed(seed)

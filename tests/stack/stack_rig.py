@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rllaunch.backends.base import LaunchContext
+from rllaunch.backends.base import LaunchContext, RankInfo
 from rllaunch.plan.handoff import HandoffOptions
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -94,17 +93,16 @@ def free_port() -> int:
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
     """Megatron's parallel groups in this process alone, on the CPU."""
-    from megatron.core import parallel_state
     from megatron_cpu import use_cpu
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    from rllaunch.backends.megatron.build import start_processes, stop_processes
+
     use_cpu()
+    start_processes(make_context(LLAMA).config, RankInfo(0, 1, "", 0), "cpu")
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        stop_processes()
 
 
 def hf_model(context: LaunchContext) -> Any:

@@ -14,6 +14,7 @@ from stack_rig import ARCHITECTURES, LLAMA, QWEN3_MOE, make_context
 
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.megatron import options
+from rllaunch.backends.megatron.option_names import ALIASES, FOREIGN, OWN
 from rllaunch.backends.megatron.options import MegatronConfigs, known_options, megatron_configs
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.errors import ConfigError
@@ -69,8 +70,15 @@ def test_every_option_of_a_shipped_cell_is_known_or_told(cell: Path) -> None:
     given = tomllib.loads(cell.read_text())["choices"]["megatron"]
     kept, notes = options._given(given)
     assert set(kept) <= known_options()
-    assert len(kept) + len(notes) == len(given)
-    assert {note.split()[1] for note in notes} == set(given) & set(options.FOREIGN)
+    assert len(kept) + len(notes) == len(set(given) - OWN)
+    assert {note.split()[1] for note in notes} == set(given) & set(FOREIGN)
+
+
+def test_latent_attention_is_not_shared_by_ranks_without_sequence_parallelism() -> None:
+    trainer = {"tensor_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match="latent attention"):
+        configs(ARCHITECTURES["deepseek_v3"], trainer=trainer)
+    configs(ARCHITECTURES["deepseek_v3"], trainer={**trainer, "sequence_parallel": True})
 
 
 def test_a_name_of_miles_is_told_and_has_no_effect() -> None:
@@ -81,8 +89,8 @@ def test_a_name_of_miles_is_told_and_has_no_effect() -> None:
 
 
 def test_foreign_names_and_reasons_speak_of_what_megatron_has() -> None:
-    assert not set(options.FOREIGN) & known_options()
-    assert set(options.ALIASES.values()) <= known_options()
+    assert not set(FOREIGN) & known_options()
+    assert {name for name, _ in ALIASES.values()} <= known_options()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from rllaunch.backends.megatron.attention import use_torch_attention
+from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
 from rllaunch.backends.megatron.shape import ModelShape
 
@@ -29,9 +28,7 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         _mend_imports()
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=configs.uses_te, normalization="RMSNorm")
     if not configs.uses_te:
-        # Apex, where it is installed, would be chosen for the last norm, and it knows no RMSNorm.
-        spec.layer_norm = WrappedTorchNorm
-        use_torch_attention(spec)
+        use_torch(spec)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

@@ -15,39 +15,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from rllaunch.backends.megatron.option_names import ALIASES, FOREIGN, OWN, UNSERVED
 from rllaunch.backends.megatron.shape import Experts, Latent, ModelShape, Rope
 from rllaunch.errors import ConfigError, did_you_mean
 from rllaunch.resolve.schema import LaunchConfig
-
-# Names of Megatron-LM's command line that Megatron-core's dataclasses spell otherwise.
-ALIASES = {"fp8_format": "fp8", "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32"}
-
-# Options of miles around Megatron (radixark/miles@31f1ca9 miles/utils/arguments.py), and what becomes of them here.
-FOREIGN = {
-    "qkv_format": "sequences are padded to one length (bshd) whatever it says",
-    "use_rollout_routing_replay": "the router chooses experts anew in training",
-    "use_fault_tolerance": "a rank that fails ends the run; --resume goes on",
-    "allgather_cp": "context parallelism is not built",
-    "freeze_e_score_correction_bias": "the bias is frozen unless moe_router_bias_update_rate is set",
-    "moe_router_freeze_gate": "the router is trained",
-}
-
-# Fields of the dataclasses that this trainer does not serve, and why.
-UNSERVED = {
-    "fp16": "there is no loss scaling; use --train-precision bf16",
-    "calculate_per_token_loss": "losses are already divided by the tokens of all ranks",
-    "moe_aux_loss_coeff": "the auxiliary loss would be weighed by tokens that the loss is already divided by",
-    "moe_z_loss_coeff": "the auxiliary loss would be weighed by tokens that the loss is already divided by",
-    "mtp_num_layers": "layers for multi-token prediction are not built",
-    "virtual_pipeline_model_parallel_size": "a rank holds one stage",
-    "overlap_grad_reduce": "gradients are reduced after the last micro-batch",
-    "overlap_param_gather": "parameters are gathered inside the optimizer's step",
-    "use_megatron_fsdp": "its buffers are not known to the handoff",
-    "use_custom_fsdp": "its buffers are not known to the handoff",
-    "average_in_collective": "gradients of the ranks are added",
-    "cpu_offloading": "activations are not part of the handoff",
-    "heterogeneous_block_specs": "all layers come from the architecture's facts",
-}
 
 
 @dataclass(frozen=True)
@@ -75,7 +46,7 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
         ConfigError: an option that the installed Megatron-core does not have, that another key decides, or whose value
             it refuses; or a layout this trainer does not serve.
     """
-    _check_served(config)
+    _check_served(config, shape)
     given, notes = _given(config.megatron.model_extra or {})
     impl = given.get("transformer_impl", "transformer_engine" if has_transformer_engine() else "local")
     if impl not in ("local", "transformer_engine") or (impl == "transformer_engine" and not has_transformer_engine()):
@@ -121,13 +92,17 @@ def _given(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     given: dict[str, Any] = {}
     notes = []
     for key, value in options.items():
-        name = key if key in known else ALIASES.get(key, key)
-        if name in known:
-            given[name] = value
-        elif name in FOREIGN:
-            notes.append(f"[megatron] {key} = {value!r} has no effect: {FOREIGN[name]}")
+        if key in known:
+            given[key] = value
+        elif key in ALIASES:
+            name, converted = ALIASES[key]
+            given[name] = converted(value)
+        elif key in OWN:
+            continue
+        elif key in FOREIGN:
+            notes.append(f"[megatron] {key} = {value!r} has no effect: {FOREIGN[key]}")
         else:
-            hint = did_you_mean(key, known | set(FOREIGN) | set(ALIASES), "see TransformerConfig; known")
+            hint = did_you_mean(key, known | OWN | set(FOREIGN) | set(ALIASES), "see TransformerConfig; known")
             raise ConfigError(
                 f"the installed Megatron-core has no option {key!r}",
                 f"[megatron] {key}",
@@ -154,8 +129,15 @@ def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
             )
 
 
-def _check_served(config: LaunchConfig) -> None:
+def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
     trainer = config.trainer
+    if trainer.tensor_model_parallel_size > 1 and shape.latent and not trainer.sequence_parallel:
+        raise ConfigError(
+            "with latent attention, Megatron-core adds the gradients of tensor-parallel ranks only where they share "
+            "sequences",
+            ["trainer.sequence_parallel = false", "trainer.tensor_model_parallel_size > 1"],
+            "use --sequence-parallel",
+        )
     if trainer.context_parallel_size > 1:
         raise ConfigError(
             "the megatron trainer does not split sequences",

@@ -61,8 +61,7 @@ class Placement:
             name = next((n for n in names if n in self._tensors), None)
             if name is not None:
                 local = self._tensors[name]
-                size = _group_size(entry)
-                is_split = size > 1 and _is_split(entry, local, model)
+                is_split = _is_split(entry, local, model.config)
                 self.held[index] = Held(name, tuple(local.shape), _group_rank(entry) if is_split else 0)
             elif entry.layer is not None:
                 raise RunError(f"the model built by Megatron-core has no parameter {' or '.join(names)}")
@@ -157,26 +156,18 @@ def _local_experts(shape: ModelShape) -> dict[int, int]:
     return {rank * share + i: i for i in range(share)}
 
 
-def _group_size(entry: Entry) -> int:
-    if entry.expert is not None:
-        return int(parallel_state.get_expert_tensor_parallel_world_size())
-    return int(parallel_state.get_tensor_model_parallel_world_size())
-
-
 def _group_rank(entry: Entry) -> int:
     if entry.expert is not None:
         return int(parallel_state.get_expert_tensor_parallel_rank())
     return int(parallel_state.get_tensor_model_parallel_rank())
 
 
-def _is_split(entry: Entry, local: Tensor, model: Any) -> bool:
-    """Whether ranks share it; Transformer Engine keeps the down projections of latents whole on each."""
+def _is_split(entry: Entry, local: Tensor, config: Any) -> bool:
+    """Whether ranks share it; the projections to latents are whole on each rank in most kinds of layers."""
     if entry.split is None:
         return False
     if "_down_proj" in entry.names[0]:
-        config = model.config
-        width = (
-            config.q_lora_rank if "linear_q_" in entry.names[0] else config.kv_lora_rank + config.qk_pos_emb_head_dim
-        )
+        is_query = "linear_q_" in entry.names[0]
+        width = config.q_lora_rank if is_query else config.kv_lora_rank + config.qk_pos_emb_head_dim
         return bool(local.shape[0] != width)
     return True

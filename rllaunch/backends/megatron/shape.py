@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rllaunch.errors import ConfigError, did_you_mean
+from rllaunch.plan.sizes import padded_vocab
 
 _WHERE = "model.architecture"
 # `rotary_pos_embedding.py` of Megatron-core 0.16.1 has these three as constants.
@@ -84,8 +85,8 @@ class ModelShape:
     experts: Experts | None = None
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of embedding and head: each of `tp` ranks holds the same number of them."""
-        return -(-self.vocab_size // tp) * tp
+        """Rows of embedding and head: each of `tp` ranks holds the same number of them, as the plan counts them."""
+        return padded_vocab(self.vocab_size, tp)
 
     def is_sparse(self, layer: int) -> bool:
         return self.experts is not None and self.experts.is_sparse[layer]

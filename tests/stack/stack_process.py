@@ -1,0 +1,80 @@
+"""One rank of several, in a process of its own: what it computes goes to a file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rig import CollectedUpdate, make_batch, make_context
+
+from rllaunch.backends.base import RankInfo, Slot
+
+
+def train_rank(rank: int, world: int, ports: list[int], directory: str, launches: dict[str, dict[str, Any]]) -> None:
+    """Each launch one after the other: two rollouts with a handoff between them, and an update from the backup."""
+    from megatron_cpu import use_cpu
+
+    from rllaunch.backends.megatron.trainer import MegatronTrainer
+
+    use_cpu()
+    results = {}
+    for port, (name, sections) in zip(ports, launches.items(), strict=True):
+        context = make_context(num_slots=world, **sections)
+        trainer = MegatronTrainer(context, Slot(rank, 0, "cpu", f"{directory}/ledgers-{name}"))
+        trainer.init(RankInfo(rank, world, "127.0.0.1", port))
+        figures = []
+        for rollout_id in range(2):
+            figures.append(dict(trainer.train(make_batch(context, rollout_id)).values))
+            trainer.offload()
+            sink = CollectedUpdate()
+            sent = trainer.update_weights(rollout_id + 1, sink)
+            trainer.onload()
+        checkpoint = Path(directory) / f"checkpoint-{name}"
+        checkpoint.mkdir(exist_ok=True)
+        trainer.save(str(checkpoint))
+        results[name] = (figures, sink.tensors, sent)
+        trainer.shutdown()
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+
+
+def logprob_rank(rank: int, world: int, port: int, directory: str) -> None:
+    """Log-probabilities and their gradient from this rank's part of the logits of a file."""
+    import torch.distributed as dist
+
+    from rllaunch.backends.megatron.losses import vocab_parallel_logprobs
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    given = torch.load(Path(directory) / "given.pt")
+    part = given["logits"].chunk(world, dim=1)[rank].clone().requires_grad_()
+    logp, entropy = vocab_parallel_logprobs(
+        part, given["rows"], given["tokens"], temperature=0.7, vocab_size=given["vocab_size"],
+        group=dist.group.WORLD, chunk_tokens=5,
+    )  # fmt: skip
+    ((logp * given["weight"]).sum() + (entropy * given["entropy_weight"]).sum()).backward()
+    torch.save((logp.detach(), entropy.detach(), part.grad), Path(directory) / f"logprob-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(world: int, target: Any, *args: Any) -> None:
+    """`target(rank, world, *args)` in a process for each rank.
+
+    Raises:
+        AssertionError: one of them failed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=target, args=(rank, world, *args)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 240
+    # As soon as one has failed the others wait for it in vain.
+    while time.monotonic() < deadline and any(p.is_alive() for p in processes):
+        if any(p.exitcode for p in processes):
+            break
+        time.sleep(0.1)
+    alive = [p for p in processes if p.is_alive()]
+    for process in alive:
+        process.kill()
+    assert [p.exitcode for p in processes] == [0] * world
