@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -19,15 +19,18 @@ from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
 
+DeviceBytes = Tensor | Sequence[tuple[int, Tensor]]
+"""A region on the device: one flat uint8 tensor, or the pieces it consists of with their offsets."""
+
 
 class HostCopies(Protocol):
     """Host copies of one owner's regions, all contents as flat uint8 tensors."""
 
-    def store(self, region: Region, device_bytes: Tensor) -> None:
+    def store(self, region: Region, device_bytes: DeviceBytes) -> None:
         """Allocate the host copy (where it is not kept) and fill it from the device."""
         ...
 
-    def restore(self, region: Region, device_bytes: Tensor) -> None:
+    def restore(self, region: Region, device_bytes: DeviceBytes) -> None:
         """Fill the device from the host copy and free that (where it is not kept)."""
         ...
 
@@ -47,13 +50,25 @@ class _Moving:
 
     _moved_bytes = 0
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-        self._moved_bytes += source.numel()
+    def _to_host(self, host_bytes: Tensor, device_bytes: DeviceBytes) -> None:
+        for host, device in _side_by_side(host_bytes, device_bytes):
+            host.copy_(device)
+            self._moved_bytes += device.numel()
+
+    def _to_device(self, device_bytes: DeviceBytes, host_bytes: Tensor) -> None:
+        for host, device in _side_by_side(host_bytes, device_bytes):
+            device.copy_(host)
+            self._moved_bytes += device.numel()
 
     def take_moved(self) -> int:
         moved, self._moved_bytes = self._moved_bytes, 0
         return moved
+
+
+def _side_by_side(host_bytes: Tensor, device_bytes: DeviceBytes) -> Iterator[tuple[Tensor, Tensor]]:
+    pieces = [(0, device_bytes)] if isinstance(device_bytes, Tensor) else device_bytes
+    for offset, piece in pieces:
+        yield host_bytes[offset : offset + piece.numel()], piece
 
 
 class OwnCopies(_Moving):
@@ -72,15 +87,15 @@ class OwnCopies(_Moving):
         # A retained buffer stays allocated while the device content moves on; then it is only memory.
         self._is_current: dict[Region, bool] = dict.fromkeys(sizes, False)
 
-    def store(self, region: Region, device_bytes: Tensor) -> None:
+    def store(self, region: Region, device_bytes: DeviceBytes) -> None:
         buffer = self._buffers[region]
         if not buffer.is_resident:
             buffer.allocate()
-        self._copy(buffer.bytes, device_bytes)
+        self._to_host(buffer.bytes, device_bytes)
         self._is_current[region] = True
 
-    def restore(self, region: Region, device_bytes: Tensor) -> None:
-        self._copy(device_bytes, self.read(region))
+    def restore(self, region: Region, device_bytes: DeviceBytes) -> None:
+        self._to_device(device_bytes, self.read(region))
         self._is_current[region] = False
         if not self.is_retained:
             self._buffers[region].free()
@@ -226,13 +241,13 @@ class ArenaCopies(_Moving):
             end += nbytes
         assert end <= arena.nbytes, "an arena has room for each of its owners"
 
-    def store(self, region: Region, device_bytes: Tensor) -> None:
+    def store(self, region: Region, device_bytes: DeviceBytes) -> None:
         self._arena.claim(self._owner, region)
-        self._copy(self._arena.content()[self._span[region]], device_bytes)
+        self._to_host(self._arena.content()[self._span[region]], device_bytes)
         self._arena.mark_whole(self._owner, region)
 
-    def restore(self, region: Region, device_bytes: Tensor) -> None:
-        self._copy(device_bytes, self.read(region))
+    def restore(self, region: Region, device_bytes: DeviceBytes) -> None:
+        self._to_device(device_bytes, self.read(region))
         self._arena.give_back(self._owner, region)
 
     def read(self, region: Region) -> Tensor:

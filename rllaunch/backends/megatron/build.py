@@ -1,0 +1,168 @@
+"""Processes, model, gradients and optimizer as Megatron-core sets them up, with all state there from the start."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+
+from rllaunch.backends.base import LaunchContext, RankInfo
+from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.megatron.model import build_model
+from rllaunch.backends.megatron.options import MegatronConfigs, megatron_configs
+from rllaunch.backends.megatron.placement import Placement
+from rllaunch.backends.megatron.regions import torch_optimizers
+from rllaunch.backends.megatron.shape import ModelShape, read_shape
+from rllaunch.backends.megatron.start import starting_weights
+from rllaunch.errors import ConfigError
+from rllaunch.resolve.schema import LaunchConfig
+
+# Rank 0 sends an update piece by piece while the others wait for their turn.
+_TIMEOUT = timedelta(minutes=15)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """This rank's part of what is trained.
+
+    Args:
+        reference: a frozen stage of the model it started as, where the loss has a KL term.
+    """
+
+    shape: ModelShape
+    configs: MegatronConfigs
+    ddp: Any
+    optimizer: Any
+    reference: Any | None
+    placement: Placement
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        return (self.ddp,) if self.reference is None else (self.ddp, self.reference)
+
+
+def start_processes(config: LaunchConfig, rank: RankInfo, device: str) -> None:
+    """Megatron-core's groups over all ranks.
+
+    Raises:
+        ConfigError: the ranks do not divide by the layout.
+    """
+    trainer = config.trainer
+    _check_world(config, rank.world_size)
+    is_cuda = device.startswith("cuda")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    # One process needs no address, and is given none.
+    alone = dist.HashStore() if rank.world_size == 1 else None  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        init_method=f"tcp://{rank.master_addr}:{rank.master_port}" if alone is None else None,
+        store=alone,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=_TIMEOUT,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=trainer.tensor_model_parallel_size,
+        pipeline_model_parallel_size=trainer.pipeline_model_parallel_size,
+        expert_model_parallel_size=trainer.expert_model_parallel_size,
+        expert_tensor_parallel_size=trainer.expert_tensor_parallel_size,
+    )
+    # Without dropout only the initialisation draws random numbers. Its trackers keep states of the GPU's generator;
+    # this option makes one that keeps none.
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        config.run.seed, inference_rng_tracker=not is_cuda, force_reset_rng=True
+    )
+
+
+def stop_processes() -> None:
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _check_world(config: LaunchConfig, world: int) -> None:
+    trainer = config.trainer
+    tp, pp, ep = (
+        trainer.tensor_model_parallel_size,
+        trainer.pipeline_model_parallel_size,
+        trainer.expert_model_parallel_size,
+    )
+    etp = trainer.expert_tensor_parallel_size or tp
+    for name, size in (("TP × PP", tp * pp), ("ETP × EP × PP", etp * ep * pp)):
+        if world % size:
+            raise ConfigError(
+                f"{world} trainer ranks do not divide by {name} = {size}",
+                ["trainer.tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size"],
+                "choose sizes whose product divides the number of GPUs",
+            )
+
+
+def build(context: LaunchContext, device: str) -> Built:
+    """Model, gradient buffers and optimizer with its moments, from the starting weights; resident on `device`."""
+    config, on_cpu = context.config, not device.startswith("cuda")
+    shape = read_shape(model_config(context).to_dict())
+    configs = megatron_configs(config, shape, on_cpu=on_cpu)
+    if dist.get_rank() == 0:
+        for note in configs.notes:
+            _log.warning(note)
+    tensor_of = starting_weights(context, shape)
+    model, placement = _stage(configs, shape, device)
+    placement.fill(tensor_of)
+    reference = None
+    if config.algorithm.kl_loss_coef > 0:
+        reference, frozen = _stage(configs, shape, device)
+        frozen.fill(tensor_of)
+        reference.requires_grad_(False)
+    ddp = DistributedDataParallel(configs.transformer, configs.ddp, model)
+    configs.transformer.finalize_model_grads_func = _sum_gradients
+    # 0 clips nothing here, and Megatron-core then gives no norm either.
+    clipping = replace(configs.optimizer, clip_grad=configs.optimizer.clip_grad or math.inf)
+    optimizer = get_megatron_optimizer(clipping, [ddp], use_gloo_process_groups=on_cpu)
+    _make_moments(optimizer)
+    return Built(shape, configs, ddp, optimizer, reference, placement)
+
+
+def _stage(configs: MegatronConfigs, shape: ModelShape, device: str) -> tuple[Any, Placement]:
+    model = build_model(configs, shape).to(device)
+    # Not `model.to(dtype)`: biases of routers are buffers, and stay in float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(configs.transformer.params_dtype)
+    return model, Placement(model, shape)
+
+
+def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> None:
+    """Add the gradients of all ranks: the loss is already divided by the tokens of all of them."""
+    finalize_model_grads(model, None, **more)
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Adam's moments, which would otherwise come with the first step: what is offloaded must be known before."""
+    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(wrapper.optimizer, torch.optim.AdamW):
+            for group in wrapper.optimizer.param_groups:
+                for parameter in group["params"]:
+                    moments = {n: torch.zeros_like(parameter.data) for n in ("exp_avg", "exp_avg_sq")}
+                    wrapper.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        elif wrapper.init_state_fn is not None:
+            wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
+
+
+def set_num_steps(optimizer: Any, num_steps: int) -> None:
+    """Tell Adam how many steps its moments are of."""
+    for one in torch_optimizers(optimizer):
+        for group in one.param_groups:
+            if "step" in group:
+                group["step"] = num_steps
+        for state in one.state.values():
+            if "step" in state:
+                state["step"].fill_(num_steps)

@@ -1,0 +1,75 @@
+"""The weights training starts from: a checkpoint's, or the random ones every backend draws from the same seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rllaunch.backends.base import LaunchContext
+from rllaunch.backends.embedded import model as embedded
+from rllaunch.backends.megatron.shape import ModelShape
+from rllaunch.backends.megatron.weights import missing, unstack_experts
+from rllaunch.errors import ConfigError
+
+
+def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str], Tensor]:
+    """Name of a checkpoint's tensor → the tensor, on the host; read when it is asked for.
+
+    Raises:
+        ConfigError: the checkpoint lacks tensors of the model, or holds them in a type that cannot be trained.
+    """
+    checkpoint = context.config.model.hf_checkpoint
+    if not checkpoint:
+        module = embedded.build_model(context, dtype=torch.float32)
+        return dict(unstack_experts((n, t.detach()) for n, t in module.state_dict().items())).__getitem__
+    directory = Path(checkpoint) if Path(checkpoint).is_dir() else _download(checkpoint)
+    files = _files(directory)
+    if lacking := missing(shape, files):
+        raise ConfigError(
+            f"the checkpoint lacks {len(lacking)} tensors of the model: {', '.join(lacking[:3])}",
+            str(directory),
+            "choose the model profile that describes this checkpoint",
+        )
+    return _reader(files)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Name of a tensor → the file it is in."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: directory / file for name, file in names.items()}
+    found: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
+    from safetensors import safe_open
+
+    def tensor_of(name: str) -> Tensor:
+        with safe_open(files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ConfigError(
+                f"{name} is held as {tensor.dtype}",
+                str(files[name]),
+                "training starts from a checkpoint in bfloat16 or float32; cast it first",
+            )
+        return tensor
+
+    return tensor_of

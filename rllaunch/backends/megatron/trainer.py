@@ -1,0 +1,253 @@
+"""The megatron trainer: one rank of a model that Megatron-core builds, shares out and optimizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rllaunch.backends.base import (
+    LaunchContext,
+    MemoryReading,
+    RankInfo,
+    Slot,
+    TensorSlice,
+    TrainBatch,
+    TrainMetrics,
+    WeightSink,
+)
+from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
+from rllaunch.backends.embedded.layout import dtype_of, nbytes_of
+from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.embedded.pool import open_pools
+from rllaunch.backends.embedded.sizes import read_memory
+from rllaunch.backends.megatron import checkpoint
+from rllaunch.backends.megatron.batch import make_work
+from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
+from rllaunch.backends.megatron.regions import (
+    StorageRegion,
+    gradient_tensors,
+    optimizer_tensors,
+    parameter_tensors,
+)
+from rllaunch.backends.megatron.shape import read_shape
+from rllaunch.backends.megatron.steps import Steps
+from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes
+from rllaunch.errors import RunError
+from rllaunch.plan.architecture import read_architecture
+from rllaunch.plan.handoff import BACKED_UP, Region
+from rllaunch.plan.sizes import sizes_of
+
+
+def _view(host_bytes: Tensor, piece: TensorSlice) -> Tensor:
+    flat = host_bytes[piece.offset : piece.offset + nbytes_of(piece)]
+    typed: Tensor = flat.view(dtype_of(piece)).view(piece.shape)
+    return typed
+
+
+class MegatronTrainer:
+    """One trainer rank. See `rllaunch.backends.base.TrainerBackend` for the promises."""
+
+    def __init__(self, context: LaunchContext, slot: Slot) -> None:
+        torch.set_num_threads(context.config.run.torch_num_threads)
+        # Megatron-core wants it so that sends and computation of a layer start in the order they were queued.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        self.context, self.slot = context, slot
+        self._owner = f"trainer-{slot.index}"
+        self._device_pool, self._host_pool = open_pools(context, slot)
+        self._facts = model_config(context).to_dict()
+        self._bucket_bytes = bucket_bytes(context, read_shape(self._facts))
+        self._sender = BucketSender(Path(slot.ledger_dir) / f"update-{slot.index}.bin", self._bucket_bytes)
+        self._regions: dict[Region, StorageRegion] = {}
+        self._copies: HostCopies | None = None
+        self._where: dict[str, TensorSlice] = {}
+        self._resident: dict[str, Tensor] = {}
+
+    def region_bytes(self) -> Mapping[Region, int]:
+        """Before `init` what the plan says, after it what is there."""
+        sizes: dict[Region, int] = {r: region.nbytes for r, region in self._regions.items()}
+        if not sizes:
+            architecture = read_architecture(self._facts, "model.architecture")
+            planned = sizes_of(self.context.config, architecture).gpu
+            sizes = {"params": planned["params"], "optimizer": planned["optimizer"], "grads": planned["grads"]}
+        return sizes | {"update_bucket": self._bucket_bytes}
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def init(self, rank: RankInfo) -> None:
+        start_processes(self.context.config, rank, self.slot.device)
+        self.built: Built = build(self.context, self.slot.device)
+        self.steps = Steps(self.context, self.built, self.slot.device)
+        self._find_regions()
+        self._copies = self._host_copies()
+
+    def _find_regions(self) -> None:
+        built = self.built
+        params = self._region("params", parameter_tensors(*built.models))
+        own = [t for t in optimizer_tensors(built.optimizer, self.slot.device) if t not in params]
+        self._regions = {
+            "params": params,
+            "optimizer": self._region("optimizer", own),
+            "grads": self._region("grads", gradient_tensors(built.ddp)),
+        }
+        model = built.ddp.module
+        self._where = {n: params.locate(n, p.data) for n, p in model.named_parameters()}
+        self._resident = {n: p.data for n, p in model.named_parameters()} | dict(model.named_buffers())
+
+    def _region(self, region: Region, tensors: Iterable[Tensor]) -> StorageRegion:
+        return StorageRegion(self._device_pool, self._owner, region, tensors)
+
+    def _host_copies(self) -> HostCopies | None:
+        options = self.context.options
+        if not options.offload_train:
+            return None
+        sizes: dict[Region, int] = {r: self._regions[r].nbytes for r in BACKED_UP}
+        is_pinned = self.slot.device != "cpu"
+        if options.buffers == "shared":
+            arena = Arena(self.slot, self._host_pool, sum(sizes.values()), is_pinned=is_pinned)
+            return ArenaCopies(arena, self._owner, sizes)
+        is_retained = options.buffers == "retained"
+        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=is_retained, is_pinned=is_pinned)
+
+    # -- handoff -----------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        if self._copies is None or not self._regions["params"].is_resident:
+            return
+        if self._regions["grads"].is_resident:
+            self._regions["grads"].free()
+        for region in BACKED_UP:
+            self._copies.store(region, self._regions[region].pieces())
+            self._regions[region].free()
+        self._return_to_driver()
+
+    def onload(self) -> None:
+        if self._copies is None or self._regions["params"].is_resident:
+            return
+        for region in BACKED_UP:
+            self._regions[region].allocate()
+            self._copies.restore(region, self._regions[region].pieces())
+        if not self._regions["grads"].is_resident:
+            self._regions["grads"].allocate()
+
+    def clear_memory(self) -> None:
+        if self._regions["grads"].is_resident:
+            self._regions["grads"].free()
+        self._return_to_driver()
+
+    def _return_to_driver(self) -> None:
+        """The slot's engine is another process: the caching allocator must hand freed memory over."""
+        if self.slot.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def memory(self) -> MemoryReading:
+        return read_memory(self._device_pool, self._host_pool, self._copies)
+
+    def shutdown(self) -> None:
+        if self._copies is not None:
+            self._copies.shutdown()
+        for region in self._regions.values():
+            if region.is_resident:
+                region.free()
+        self._sender.close()
+        stop_processes()
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def train(self, batch: TrainBatch) -> TrainMetrics:
+        """Train on one rollout.
+
+        Every rank is given all samples; data-parallel ranks take their share of each optimizer step's.
+        """
+        if not self._regions["grads"].is_resident and self._regions["params"].is_resident:
+            # Released by `clear_memory` without an offload after it; their content is made anew in each step.
+            self._regions["grads"].allocate()
+        for region in ("params", "optimizer", "grads"):
+            self._require(region, "train")
+        config = self.built.configs.transformer
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        work = make_work(batch, self.context.config, self.slot.device, multiple=multiple)
+        return TrainMetrics(self.steps.train(work, batch.rollout_id))
+
+    def _require(self, region: Region, what: str) -> None:
+        if not self._regions[region].is_resident:
+            raise RunError(f"{self._owner}: {what} while {region} is offloaded", "", "onload first")
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def update_weights(self, version: int, sink: WeightSink) -> int:
+        named = self.built.placement.gather(self._local(), self._gather_device())
+        if dist.get_rank() != 0:
+            for _ in named:
+                raise AssertionError("only rank 0 gathers")
+            return 0
+        sink.begin_weight_update(version)
+        self._device_pool.charge(self._owner, "update_bucket", self._bucket_bytes)
+        try:
+            sent = self._sender.send(as_engine_wants(named, self.context, self.built.shape), sink)
+            sink.end_weight_update(version)
+        finally:
+            self._device_pool.release(self._owner, "update_bucket")
+        return sent
+
+    def _local(self) -> Callable[[str], Tensor]:
+        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded."""
+        if self._regions["params"].is_resident:
+            return self._resident.__getitem__
+        assert self._copies is not None, "offloaded parameters have a host copy"
+        host_bytes = self._copies.read("params")
+
+        def from_host(name: str) -> Tensor:
+            if name not in self._where:
+                return self._resident[name]
+            piece = self._where[name]
+            return _view(host_bytes, piece)
+
+        return from_host
+
+    def _gather_device(self) -> str:
+        """A single rank needs no way over the device: an update from the host copy stays on the host."""
+        return self.slot.device if dist.get_world_size() > 1 else "cpu"
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save(self, directory: str) -> None:
+        for region in BACKED_UP:
+            self._require(region, "save")
+        checkpoint.save_state(Path(directory), self._state(), self._layout(), self.steps.num_steps)
+        named = self.built.placement.gather(self._local(), self._gather_device())
+        checkpoint.export(named, self.context, Path(directory) / "hf")
+
+    def load(self, directory: str) -> None:
+        for region in BACKED_UP:
+            self._require(region, "load")
+        num_steps = checkpoint.load_state(Path(directory), self._state(), self._layout())
+        self.steps.num_steps = num_steps
+        set_num_steps(self.built.optimizer, num_steps)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Everything that training changes, as it lies in memory, and the biases of routers."""
+        pieces = {
+            f"{region}/{offset}": piece for region in BACKED_UP for offset, piece in self._regions[region].pieces()
+        }
+        buffers = {f"buffers/{n}": b for n, b in self.built.ddp.module.named_buffers() if n.endswith("expert_bias")}
+        return pieces | buffers
+
+    def _layout(self) -> dict[str, str]:
+        trainer = self.context.config.trainer
+        expert_tp = trainer.expert_tensor_parallel_size or trainer.tensor_model_parallel_size
+        return {
+            "model": repr(self.built.shape),
+            "ranks": str(dist.get_world_size()),
+            "tensor_model_parallel_size": str(trainer.tensor_model_parallel_size),
+            "pipeline_model_parallel_size": str(trainer.pipeline_model_parallel_size),
+            "expert_model_parallel_size": str(trainer.expert_model_parallel_size),
+            "expert_tensor_parallel_size": str(expert_tp),
+            "precision": trainer.precision,
+            "reference": str(self.built.reference is not None),
+        }

@@ -1,0 +1,101 @@
+"""A weight update: the trainer's parameters under the checkpoint's names, in buckets of shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rllaunch.backends.base import Bucket, LaunchContext, TensorSlice, WeightSink
+from rllaunch.backends.embedded.layout import dtype_name
+from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.embedded.shared_file import SharedFile
+from rllaunch.backends.megatron.shape import ModelShape
+from rllaunch.backends.megatron.weights import entries, stack_experts
+from rllaunch.plan.architecture import read_architecture
+
+_ALIGNMENT_BYTES = 64
+
+
+def as_engine_wants(
+    named: Iterable[tuple[str, Tensor]], context: LaunchContext, shape: ModelShape
+) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensors in the engine's dtype; of the embedded engine under the names of its module.
+
+    An engine with FP8 or FP4 weights quantises what it is sent. Biases of routers stay in float32.
+    """
+    dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
+    is_embedded = context.config.rollout.backend == "embedded"
+    if is_embedded and shape.experts:
+        named = stack_experts(named, shape.experts.number)
+    for name, tensor in named:
+        is_buffer = name.endswith("e_score_correction_bias")
+        if is_buffer and is_embedded:
+            continue  # it never changes, and the engine has it from the start
+        yield name, tensor if is_buffer else tensor.to(dtype)
+
+
+def bucket_bytes(context: LaunchContext, shape: ModelShape) -> int:
+    """Bytes of the largest bucket an update may need: what was asked for, a larger tensor, or the model."""
+    itemsize = 4 if context.config.rollout.dtype == "float32" else 2
+    largest = shape.vocab_size * shape.hidden_size
+    if shape.experts and context.config.rollout.backend == "embedded":
+        largest = max(largest, shape.experts.number * 2 * shape.experts.width * shape.hidden_size)
+    asked = max(context.config.handoff.update_weight_buffer_size, largest * itemsize)
+    facts = model_config(context).to_dict()
+    names = sum(len(entry.sources) for entry in entries(shape))
+    whole = read_architecture(facts, "model.architecture").num_parameters * itemsize + names * _ALIGNMENT_BYTES
+    return min(asked, whole)
+
+
+@dataclass
+class _Filling:
+    tensors: list[TensorSlice] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class BucketSender:
+    """Fills one file in shared memory again and again; a tensor larger than a bucket has one of its own.
+
+    Args:
+        limit: bytes of a bucket.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._path, self._limit = path, limit
+        self._file: SharedFile | None = None
+
+    def send(self, named: Iterable[tuple[str, Tensor]], sink: WeightSink) -> int:
+        """Bytes sent."""
+        sent = 0
+        filling = _Filling()
+        for name, tensor in named:
+            offset = -(-filling.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            if filling.tensors and offset + tensor.nbytes > self._limit:
+                sent += self._flush(filling, sink)
+                filling, offset = _Filling(), 0
+            self._copy(tensor, offset)
+            filling.tensors.append(TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            filling.nbytes = offset + tensor.nbytes
+        return sent + self._flush(filling, sink)
+
+    def _copy(self, tensor: Tensor, offset: int) -> None:
+        needed = max(self._limit, offset + tensor.nbytes)
+        if self._file is None or self._file.nbytes < needed:
+            # Only a tensor beyond the limit grows it, and such a one comes first in its bucket.
+            self._file = SharedFile(self._path, needed)
+        target = self._file.bytes[offset : offset + tensor.nbytes]
+        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _flush(self, filling: _Filling, sink: WeightSink) -> int:
+        if filling.tensors:
+            sink.load_bucket(Bucket(str(self._path), filling.nbytes, tuple(filling.tensors)))
+        return filling.nbytes
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+            self._file = None

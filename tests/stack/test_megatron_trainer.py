@@ -1,0 +1,349 @@
+"""The megatron trainer on the CPU, against the embedded trainer and against itself on several ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_cpu import use_cpu
+from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
+from stack_process import run_ranks, train_rank
+from stack_rig import DEEPSEEK, free_port
+
+from rllaunch.backends.base import RankInfo, Slot
+from rllaunch.backends.embedded.engine import EmbeddedEngine
+from rllaunch.backends.embedded.trainer import EmbeddedTrainer
+from rllaunch.backends.megatron.regions import torch_optimizers
+from rllaunch.backends.megatron.trainer import MegatronTrainer
+from rllaunch.errors import ConfigError, RunError
+from rllaunch.plan.handoff import HandoffOptions
+
+pytestmark = pytest.mark.stack
+
+MOE = {**QWEN3_MOE, "norm_topk_prob": True}
+FAMILIES = {"qwen3": QWEN3, "llama": {**LLAMA, "tie_word_embeddings": True}, "qwen3_moe": MOE, "deepseek_v3": DEEPSEEK}
+# Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
+STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
+# The other dispatcher, `alltoall`, works on streams of a GPU.
+DISPATCHER = {"moe_token_dispatcher_type": "allgather"}
+
+
+def launch(preset: str = "grpo", options: HandoffOptions | None = None, **sections: Any) -> Any:
+    sections["trainer"] = {**STEADY, **sections.get("trainer", {})}
+    sections["megatron"] = {**DISPATCHER, **sections.get("megatron", {})}
+    return make_context(preset, options, **sections)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Start a trainer of a class in a directory of its own; each is shut down at the end."""
+    use_cpu()
+    running: list[Any] = []
+
+    def start(cls: Any, context: Any) -> Any:
+        # Megatron's groups are the process's: one at a time.
+        while running:
+            running.pop().shutdown()
+        trainer = cls(context, Slot(0, 0, "cpu", str(tmp_path / f"ledgers-{len(list(tmp_path.iterdir()))}")))
+        running.append(trainer)
+        trainer.init(RankInfo(0, 1, "", 0))
+        return trainer
+
+    yield start
+    while running:
+        running.pop().shutdown()
+
+
+def two_rollouts(trainer: Any) -> list[dict[str, float]]:
+    return [dict(trainer.train(make_batch(trainer.context, i)).values) for i in range(2)]
+
+
+@pytest.mark.parametrize("preset", ["grpo", "kl"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_trains_as_the_embedded_trainer_does(family: str, preset: str, started: Any) -> None:
+    context = launch(preset, architecture=FAMILIES[family], trainer={"lr_decay_style": "cosine", "lr_warmup_iters": 2})
+    ours = started(MegatronTrainer, context)
+    got, sent = two_rollouts(ours), sent_by(ours)
+    theirs = started(EmbeddedTrainer, context)
+    want, theirs_sent = two_rollouts(theirs), sent_by(theirs)
+    for rollout in range(2):
+        assert got[rollout].keys() == want[rollout].keys()
+        for name, value in want[rollout].items():
+            assert got[rollout][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert sent.keys() == theirs_sent.keys()
+    for name, tensor in theirs_sent.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_an_embedded_engine_takes_its_updates(started: Any, tmp_path: Path) -> None:
+    context = launch(architecture=MOE, handoff={"update_weight_buffer_size": 3000})
+    trainer = started(MegatronTrainer, context)
+    engine = EmbeddedEngine(context, trainer.slot)
+    engine.start()
+    before = engine.weights_checksum()
+    trainer.train(make_batch(context))
+    sent = trainer.update_weights(1, engine)
+    assert engine.weights_checksum() != before
+    for name, tensor in sent_by(trainer).items():
+        assert torch.equal(engine._weights[name], tensor), name
+    assert sent >= sum(t.nbytes for t in engine._weights.values())
+    engine.shutdown()
+
+
+# -- handoff ---------------------------------------------------------------------------------------
+
+
+def everything(trainer: Any) -> dict[str, torch.Tensor]:
+    """Every tensor with state: parameters, what the optimizer steps, and its moments."""
+    tensors = {f"parameter {n}": p.data for n, p in trainer.built.ddp.module.named_parameters()}
+    for number, optimizer in enumerate(torch_optimizers(trainer.built.optimizer)):
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                at = f"{number} {id(group)} {index}"
+                tensors[f"main {at}"] = parameter.data
+                tensors |= {f"{n} {at}": t for n, t in optimizer.state[parameter].items()}
+    return tensors
+
+
+@pytest.mark.parametrize("buffers", ["retained", "fresh", "shared"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
+    buffers: Any, precision: str, started: Any
+) -> None:
+    context = launch(
+        "kl", HandoffOptions(buffers=buffers), architecture=MOE, trainer={"precision": precision},
+        model={"architecture": MOE, "dtype": "float32" if precision == "fp32" else "bfloat16"},
+    )  # fmt: skip
+    trainer = started(MegatronTrainer, context)
+    trainer.train(make_batch(context))
+    tensors = everything(trainer)
+    views = {name: (id(t), t.data_ptr() - t.untyped_storage().data_ptr()) for name, t in tensors.items()}
+    kept = {name: t.clone() for name, t in tensors.items()}
+    sizes = trainer.region_bytes()
+    state = sizes["params"] + sizes["optimizer"]
+    assert trainer.memory().gpu_bytes == state + sizes["grads"]
+    for _ in range(2):
+        trainer.offload()
+        trainer.offload()
+        asleep = trainer.memory()
+        assert (asleep.gpu_bytes, asleep.host_bytes) == (0, state)
+        assert asleep.moved_bytes > 0.9 * state
+        big = [t for name, t in tensors.items() if not name.startswith("step")]
+        assert all(t.untyped_storage().nbytes() == 0 for t in big)
+        grads = [b.grad_data for b in (*trainer.built.ddp.buffers, *trainer.built.ddp.expert_parallel_buffers)]
+        assert all(g.untyped_storage().nbytes() == 0 for g in grads)
+        trainer.onload()
+        trainer.onload()
+        assert trainer.memory().gpu_bytes == state + sizes["grads"]
+        assert trainer.memory().host_bytes == (0 if buffers == "fresh" else state)
+        again = everything(trainer)
+        assert {n: (id(t), t.data_ptr() - t.untyped_storage().data_ptr()) for n, t in tensors.items()} == views
+        for name, tensor in again.items():
+            assert torch.equal(tensor, kept[name]), name
+
+
+def test_trained_after_sleep_it_is_bit_for_bit_as_if_it_had_not_slept(started: Any) -> None:
+    context = launch(architecture=QWEN3)
+    results = []
+    for sleeps in (False, True):
+        trainer = started(MegatronTrainer, context)
+        figures = []
+        for rollout_id in range(3):
+            if sleeps:
+                trainer.clear_memory()
+                trainer.offload()
+                gc.collect()
+                trainer.onload()
+            figures.append(dict(trainer.train(make_batch(context, rollout_id)).values))
+        results.append((figures, sent_by(trainer)))
+    (plain, plain_sent), (slept, slept_sent) = results
+    assert plain == slept
+    assert all(torch.equal(slept_sent[n], t) for n, t in plain_sent.items())
+
+
+def test_an_update_from_the_backup_is_that_from_the_device(started: Any) -> None:
+    trainer = started(MegatronTrainer, launch(architecture=DEEPSEEK))
+    trainer.train(make_batch(trainer.context))
+    awake = sent_by(trainer)
+    trainer.offload()
+    asleep = sent_by(trainer)
+    assert awake.keys() == asleep.keys()
+    assert all(torch.equal(asleep[n], t) for n, t in awake.items())
+
+
+def test_what_needs_state_says_that_it_is_asleep(started: Any, tmp_path: Path) -> None:
+    trainer = started(MegatronTrainer, launch(architecture=QWEN3))
+    trainer.offload()
+    with pytest.raises(RunError, match="train while params is offloaded"):
+        trainer.train(make_batch(trainer.context))
+    with pytest.raises(RunError, match="save while params is offloaded"):
+        trainer.save(str(tmp_path))
+
+
+def test_regions_before_the_start_are_what_the_plan_says(tmp_path: Path) -> None:
+    trainer = MegatronTrainer(launch(architecture=QWEN3), Slot(0, 0, "cpu", str(tmp_path)))
+    planned = trainer.region_bytes()
+    use_cpu()
+    trainer.init(RankInfo(0, 1, "", 0))
+    real = trainer.region_bytes()
+    trainer.shutdown()
+    assert planned.keys() == real.keys()
+    # Megatron pads buffers to the ranks that share them and keeps parameters on boundaries of 64 elements.
+    for region in ("params", "optimizer", "grads"):
+        assert planned[region] <= real[region] <= 1.25 * planned[region], region
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_resumed_run_goes_on_bit_for_bit(family: str, started: Any, tmp_path: Path) -> None:
+    context = launch("kl", architecture=FAMILIES[family], trainer={"lr_decay_style": "linear"})
+    trainer = started(MegatronTrainer, context)
+    trainer.train(make_batch(context, 0))
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    trainer.save(str(directory))
+    want = dict(trainer.train(make_batch(context, 1)).values), sent_by(trainer)
+    trainer = started(MegatronTrainer, context)
+    trainer.load(str(directory))
+    got = dict(trainer.train(make_batch(context, 1)).values), sent_by(trainer)
+    assert got[0] == want[0]
+    assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
+
+
+def test_transformers_loads_what_is_saved_and_training_starts_from_it(started: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    context = launch(architecture=MOE)
+    trainer = started(MegatronTrainer, context)
+    trainer.train(make_batch(context))
+    sent = sent_by(trainer)
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    trainer.save(str(directory))
+    loaded = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32)
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == sent.keys()
+    assert all(torch.equal(parameters[n], t) for n, t in sent.items())
+    again = started(
+        MegatronTrainer,
+        launch(architecture=MOE, model={"hf_checkpoint": str(directory / "hf"), "dtype": "float32"}),
+    )
+    resent = sent_by(again)
+    assert all(torch.equal(resent[n], t) for n, t in sent.items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) -> None:
+    trainer = started(MegatronTrainer, launch(architecture=QWEN3))
+    trainer.save(str(tmp_path))
+    other = started(MegatronTrainer, launch(architecture={**QWEN3, "num_hidden_layers": 3}))
+    with pytest.raises(RunError, match=r"does not fit this launch: model: .*num_layers=2.* there"):
+        other.load(str(tmp_path))
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+TWO_GROUPS = {**QWEN3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "data": (QWEN3, {}),
+    "tensor": (TWO_GROUPS, {"tensor_model_parallel_size": 2}),
+    "tensor, tied": ({**TWO_GROUPS, "tie_word_embeddings": True}, {"tensor_model_parallel_size": 2}),
+    "tensor, one group of key heads": (QWEN3, {"tensor_model_parallel_size": 2}),
+    "pipeline": (QWEN3, {"pipeline_model_parallel_size": 2}),
+    "pipeline, tied": ({**QWEN3, "tie_word_embeddings": True}, {"pipeline_model_parallel_size": 2}),
+    "experts": (MOE, {"expert_model_parallel_size": 2}),
+    "sequence": (TWO_GROUPS, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "sequence, latents": (DEEPSEEK, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "experts' tensors": (MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "experts by tensor ranks": (
+        MOE,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+}
+
+
+def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> None:
+    """Each layout in the same two processes, which is what takes the time."""
+    launches = {
+        name: {
+            "preset": "kl",
+            "architecture": architecture,
+            "trainer": {**STEADY, **trainer},
+            "megatron": DISPATCHER,
+            "handoff": {"update_weight_buffer_size": 4096},
+        }
+        for name, (architecture, trainer) in LAYOUTS.items()
+    }
+    run_ranks(2, train_rank, [free_port() for _ in launches], str(tmp_path), launches)
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    alone: dict[str, Any] = {}
+    for name, (architecture, _) in LAYOUTS.items():
+        if (key := repr(architecture)) not in alone:
+            trainer = started(MegatronTrainer, launch("kl", architecture=architecture))
+            alone[key] = two_rollouts(trainer), sent_by(trainer)
+        want, want_sent = alone[key]
+        (figures, sent, sent_bytes), (others, not_sent, none_bytes) = (rank[name] for rank in ranks)
+        assert figures == others, f"{name}: every rank reports the same"
+        assert (not_sent, none_bytes) == ({}, 0)
+        assert sent_bytes > 0
+        for rollout in range(2):
+            for figure, value in want[rollout].items():
+                assert figures[rollout][figure] == pytest.approx(value, rel=2e-3, abs=2e-4), f"{name}: {figure}"
+        assert sent.keys() == want_sent.keys()
+        for tensor_name, tensor in want_sent.items():
+            torch.testing.assert_close(sent[tensor_name], tensor, rtol=2e-3, atol=2e-4, msg=f"{name}: {tensor_name}")
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"trainer": {"context_parallel_size": 2}}, "does not split sequences"),
+        ({"algorithm": {"lora_rank": 2}}, "no LoRA adapters"),
+        ({"algorithm": {"advantage_estimator": "ppo"}}, "no critic"),
+        ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP = 2"),
+    ],
+)
+def test_what_it_does_not_serve_is_an_error(sections: Any, says: str, tmp_path: Path) -> None:
+    use_cpu()
+    context = launch(architecture=QWEN3, **sections)
+    trainer = MegatronTrainer(context, Slot(0, 0, "cpu", str(tmp_path)))
+    with pytest.raises(ConfigError, match=says):
+        trainer.init(RankInfo(0, 1, "", 0))
+    trainer.shutdown()
+
+
+def test_rows_are_moved_to_their_first_column_and_padded_behind() -> None:
+    from rllaunch.backends.megatron.batch import make_work, micro_batch_rows, take
+
+    context = launch(architecture=QWEN3)
+    batch = make_batch(context)
+    work = make_work(batch, context.config, "cpu", multiple=4)
+    assert work.width % 4 == 0
+    rows = torch.tensor([5, 1, 2])
+    for rank in range(2):
+        micros = micro_batch_rows(rows, rank, 2, context.config, work.width)
+        assert [len(m) for m in micros] == [2]
+        micro = take(work, micros[0])
+        assert micro.mask_bL.any(dim=1).tolist() == [True, rank == 0]
+    micro = take(work, torch.tensor([5]))
+    real = batch.mask_BL[5].astype(bool)
+    length = batch.prompt_lens_B[5]
+    prompt = batch.prompt_ids_BP[5][len(batch.prompt_ids_BP[5]) - length :]
+    whole = np.concatenate([prompt, batch.response_ids_BL[5][real]])
+    assert micro.ids_bS[0, : len(whole) - 1].tolist() == whole[:-1].tolist()
+    assert micro.token_M.tolist() == batch.response_ids_BL[5][real].tolist()
+    assert micro.row_M.tolist() == [length - 1 + t for t in range(real.sum())]
