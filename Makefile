@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if 
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-stack-sglang lint type bench docs clean
+.PHONY: help install train test test-stack test-stack-sglang lint type bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,15 @@ train: $(VENV)/.installed ## Watch a policy learn on this machine (ARGS="--num-r
 test: $(VENV)/.installed-test ## Everything that runs without a GPU (ARGS="-k handoff" …)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 	$(BIN)/python -m pytest -q plugins/rllaunch-example
+
+# Beside the environment, not in it: what is installed there decides what launches may choose.
+STACK := $(VENV)/stack
+$(STACK)/.installed: $(VENV)/.installed-test
+	$(PIP) --no-deps --target $(STACK) 'megatron-core>=0.16'
+	@touch $@
+
+test-stack: $(STACK)/.installed ## The megatron trainer on this machine's CPU (ARGS="-k layout" …)
+	PYTHONPATH=$(STACK) $(BIN)/python -m pytest -m stack tests/stack $(ARGS)
 
 # An environment of its own: SGLang asks for other versions of torch and transformers. Those named after --no-deps ask for
 # CUDA wheels; what SGLang imports of the others is SGLANG_NEEDS, and stubs of the tests stand for its kernels.

@@ -26,7 +26,10 @@ def rllaunch_rules() -> Sequence[Rule]:
 def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
     from rllaunch.backends.base import BackendSpec
 
-    return [BackendSpec("embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer"), BackendSpec("megatron", "")]
+    return [
+        BackendSpec("embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer"),
+        BackendSpec("megatron", "rllaunch.backends.megatron.trainer:MegatronTrainer"),
+    ]
 
 
 @hookimpl
