@@ -32,22 +32,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """This rank's part of what is trained.
-
-    Args:
-        reference: a frozen stage of the model it started as, where the loss has a KL term.
-    """
+    """This rank's part of what is trained."""
 
     shape: ModelShape
     configs: MegatronConfigs
     ddp: Any
     optimizer: Any
-    reference: Any | None
     placement: Placement
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        return (self.ddp,) if self.reference is None else (self.ddp, self.reference)
 
 
 def start_processes(config: LaunchConfig, rank: RankInfo, device: str) -> None:
@@ -115,29 +106,19 @@ def build(context: LaunchContext, device: str) -> Built:
     if dist.get_rank() == 0:
         for note in configs.notes:
             _log.warning(note)
-    tensor_of = starting_weights(context, shape)
-    model, placement = _stage(configs, shape, device)
-    placement.fill(tensor_of)
-    reference = None
-    if config.algorithm.kl_loss_coef > 0:
-        reference, frozen = _stage(configs, shape, device)
-        frozen.fill(tensor_of)
-        reference.requires_grad_(False)
+    model = build_model(configs, shape).to(device)
+    # Not `model.to(dtype)`: biases of routers are buffers, and stay in float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(configs.transformer.params_dtype)
+    placement = Placement(model, shape)
+    placement.fill(starting_weights(context, shape))
     ddp = DistributedDataParallel(configs.transformer, configs.ddp, model)
     configs.transformer.finalize_model_grads_func = _sum_gradients
     # 0 clips nothing here, and Megatron-core then gives no norm either.
     clipping = replace(configs.optimizer, clip_grad=configs.optimizer.clip_grad or math.inf)
     optimizer = get_megatron_optimizer(clipping, [ddp], use_gloo_process_groups=on_cpu)
     _make_moments(optimizer)
-    return Built(shape, configs, ddp, optimizer, reference, placement)
-
-
-def _stage(configs: MegatronConfigs, shape: ModelShape, device: str) -> tuple[Any, Placement]:
-    model = build_model(configs, shape).to(device)
-    # Not `model.to(dtype)`: biases of routers are buffers, and stay in float32.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(configs.transformer.params_dtype)
-    return model, Placement(model, shape)
+    return Built(shape, configs, ddp, optimizer, placement)
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> None:

@@ -6,6 +6,7 @@ resizes a storage to nothing, so that every view stays the object it is and is w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
 
 _ALIGNMENT_BYTES = 64
+_CHUNK_BYTES = 64 * 2**20
 
 
 class StorageRegion:
@@ -107,10 +109,46 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
-def parameter_tensors(*models: Any) -> Iterator[Tensor]:
-    for model in models:
-        for parameter in model.parameters():
-            yield parameter.data
+class Reference:
+    """The parameters as they are now, kept on the host: they trade places with the trained ones for a pass.
+
+    So the device never holds both, and nothing but a chunk is allocated for the exchange.
+
+    Args:
+        params: must be resident, here and at every exchange.
+    """
+
+    def __init__(self, host_pool: Pool, params: StorageRegion, *, is_pinned: bool) -> None:
+        self._pool, self._params = host_pool, params
+        host_pool.charge(params.owner, "reference", params.nbytes)
+        self._host = torch.empty(params.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        for offset, piece in params.pieces():
+            self._host[offset : offset + piece.numel()].copy_(piece)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The device holds the reference inside the block, and after it what it held before, bit for bit."""
+        self._trade()
+        try:
+            yield
+        finally:
+            self._trade()
+
+    def _trade(self) -> None:
+        for offset, piece in self._params.pieces():
+            host = self._host[offset : offset + piece.numel()]
+            for mine, theirs in zip(*(torch.split(t, _CHUNK_BYTES) for t in (piece, host)), strict=True):
+                kept = mine.clone()
+                mine.copy_(theirs)
+                theirs.copy_(kept)
+
+    def shutdown(self) -> None:
+        self._pool.release(self._params.owner, "reference")
+
+
+def parameter_tensors(model: Any) -> Iterator[Tensor]:
+    for parameter in model.parameters():
+        yield parameter.data
 
 
 def gradient_tensors(ddp: Any) -> Iterator[Tensor]:

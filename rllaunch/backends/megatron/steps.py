@@ -20,6 +20,7 @@ from rllaunch.backends.embedded.trainer import lr_at
 from rllaunch.backends.megatron.batch import MicroBatch, Work, micro_batch_rows, step_orders, take
 from rllaunch.backends.megatron.build import Built
 from rllaunch.backends.megatron.losses import CHUNK_TOKENS, vocab_parallel_logprobs
+from rllaunch.backends.megatron.regions import Reference
 from rllaunch.errors import RunError
 
 Figures = dict[str, Tensor]
@@ -27,10 +28,14 @@ _WORST = "logprob_diff"
 
 
 class Steps:
-    """Trains what was built; every rank calls it with the same rollout."""
+    """Trains what was built; every rank calls it with the same rollout.
 
-    def __init__(self, context: LaunchContext, built: Built, device: str) -> None:
-        self.config, self.built, self.device = context.config, built, device
+    Args:
+        reference: of the KL term, where the loss has one.
+    """
+
+    def __init__(self, context: LaunchContext, built: Built, device: str, reference: Reference | None) -> None:
+        self.config, self.built, self.device, self.reference = context.config, built, device, reference
         self.num_steps = 0
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         options = context.config.megatron.model_extra or {}
@@ -42,7 +47,7 @@ class Steps:
         """Figures of the rollout, means over its steps, equal on every rank."""
         steps = self.config.trainer.num_steps_per_rollout or 1
         orders = step_orders(len(work.mask_BL), steps, self.config.run.seed, rollout_id)
-        ref_logp_BL = self._reference(work) if self.built.reference is not None else None
+        ref_logp_BL = self._reference_logprobs(work, self.reference) if self.reference is not None else None
         totals: dict[str, float] = {}
         for number, rows in enumerate(orders):
             figures = self._step(work, rows, ref_logp_BL)
@@ -65,7 +70,7 @@ class Steps:
         def loss_of(micro: MicroBatch, logp_bL: Tensor, entropy_bL: Tensor) -> tuple[Tensor, Figures]:
             return self._loss(work, micro, logp_bL, entropy_bL, ref_logp_BL, denominator, num_tokens)
 
-        outputs = self._run(self.built.ddp, work, rows, loss_of, forward_only=False)
+        outputs = self._run(work, rows, loss_of, forward_only=False)
         figures = self._over_ranks(outputs)
         self._require_finite(figures)
         self._set_lr()
@@ -112,7 +117,7 @@ class Steps:
         figures[_WORST] = ((logp_bL - old_logp_bL).abs() * mask_bL).max()
         return total, {name: value.detach() for name, value in figures.items()}
 
-    def _reference(self, work: Work) -> Tensor:
+    def _reference_logprobs(self, work: Work, reference: Reference) -> Tensor:
         """[B, L] log-probs of the frozen model; on stages without logits zeros, which nobody reads."""
         rows = torch.arange(len(work.mask_BL))
         ref_logp_BL = torch.zeros_like(work.mask_BL)
@@ -123,15 +128,14 @@ class Steps:
             ref_logp_BL[micro.rows_b[is_real_b]] = logp_bL[is_real_b]
             return logp_bL.sum(), {}
 
-        with torch.no_grad():
-            self._run(self.built.reference, work, rows, keep, forward_only=True)
+        with reference.in_place(), torch.no_grad():
+            self._run(work, rows, keep, forward_only=True)
         # A rank has computed its own share of the samples and reads others' in the steps.
         dist.all_reduce(ref_logp_BL, group=parallel_state.get_data_parallel_group())
         return ref_logp_BL
 
     def _run(
         self,
-        model: Any,
         work: Work,
         rows: Tensor,
         loss_of: Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Figures]],
@@ -156,7 +160,7 @@ class Steps:
         outputs: list[Figures] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(micros),
-            model=model,
+            model=self.built.ddp,
             num_microbatches=len(micros),
             seq_length=work.width,
             micro_batch_size=len(micros[0]),
@@ -179,7 +183,7 @@ class Steps:
     def _over_ranks(self, outputs: list[Figures]) -> dict[str, float]:
         """Sums of all ranks' figures, on every rank; of the worst difference the largest."""
         names = ["policy_loss", "entropy", "kl", "loss", "clip_fraction"]
-        names += ["kl_reference"] if self.built.reference is not None else []
+        names += ["kl_reference"] if self.reference is not None else []
         sums = torch.zeros(len(names), device=self.device)
         worst = torch.zeros((), device=self.device)
         if self._speaks:

@@ -29,6 +29,7 @@ from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
 from rllaunch.backends.megatron.regions import (
+    Reference,
     StorageRegion,
     gradient_tensors,
     optimizer_tensors,
@@ -64,6 +65,7 @@ class MegatronTrainer:
         self._sender = BucketSender(Path(slot.ledger_dir) / f"update-{slot.index}.bin", self._bucket_bytes)
         self._regions: dict[Region, StorageRegion] = {}
         self._copies: HostCopies | None = None
+        self._reference: Reference | None = None
         self._where: dict[str, TensorSlice] = {}
         self._resident: dict[str, Tensor] = {}
 
@@ -81,13 +83,15 @@ class MegatronTrainer:
     def init(self, rank: RankInfo) -> None:
         start_processes(self.context.config, rank, self.slot.device)
         self.built: Built = build(self.context, self.slot.device)
-        self.steps = Steps(self.context, self.built, self.slot.device)
         self._find_regions()
         self._copies = self._host_copies()
+        if self.context.config.algorithm.kl_loss_coef > 0:
+            self._reference = Reference(self._host_pool, self._regions["params"], is_pinned=self.slot.device != "cpu")
+        self.steps = Steps(self.context, self.built, self.slot.device, self._reference)
 
     def _find_regions(self) -> None:
         built = self.built
-        params = self._region("params", parameter_tensors(*built.models))
+        params = self._region("params", parameter_tensors(built.ddp))
         own = [t for t in optimizer_tensors(built.optimizer, self.slot.device) if t not in params]
         self._regions = {
             "params": params,
@@ -154,6 +158,8 @@ class MegatronTrainer:
         for region in self._regions.values():
             if region.is_resident:
                 region.free()
+        if self._reference is not None:
+            self._reference.shutdown()
         self._sender.close()
         stop_processes()
 
@@ -249,5 +255,4 @@ class MegatronTrainer:
             "expert_model_parallel_size": str(trainer.expert_model_parallel_size),
             "expert_tensor_parallel_size": str(expert_tp),
             "precision": trainer.precision,
-            "reference": str(self.built.reference is not None),
         }

@@ -1,0 +1,48 @@
+"""Whole runs under Ray: the megatron trainer with embedded engines, on the CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from launching import Run, finish, start
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+
+@pytest.fixture
+def cpu_guest(tmp_path: Path) -> dict[str, str]:
+    """Variables under which a plugin brings `--trainer-backend megatron-cpu`."""
+    info = tmp_path / "site" / "cpu_guest-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu_guest\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rllaunch]\ncpu_guest = megatron_cpu_guest\n")
+    path = [str(Path(__file__).parent), str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+@pytest.mark.parametrize("order", ["cpu", "gpu"])
+def test_two_tensor_parallel_ranks_train_the_run_that_the_embedded_trainer_trains(
+    order: str, cpu_guest: dict[str, str], tmp_path: Path
+) -> None:
+    def run(name: str, *words: str) -> Run:
+        path = tmp_path / name
+        common = ("--num-gpus-per-node", "2", "--num-rollout", "3", "--colocate-memory-peak-device", order)
+        return finish(start(path, *common, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
+
+    ours = run("ours", "--trainer-backend", "megatron-cpu", "--tensor-model-parallel-size", "2")
+    theirs = run("theirs")
+    assert (ours.code, theirs.code) == (0, 0), ours.err + theirs.err
+    for got, want in zip(ours.metrics, theirs.metrics, strict=True):
+        assert got["reward_mean"] == want["reward_mean"]
+        assert got.keys() == want.keys()
+        for name in ("loss", "entropy", "kl", "grad_norm"):
+            assert got[name] == pytest.approx(want[name], rel=1e-2, abs=1e-3), name
+    for event in ours.events:
+        assert event["gpu_bytes"] <= 1.02 * event["planned_gpu_bytes"], event["step"]
+    assert [e["step"] for e in ours.events] == [e["step"] for e in theirs.events]
+    assert any((ours.path / "checkpoints").iterdir())
