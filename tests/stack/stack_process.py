@@ -27,7 +27,9 @@ def train_rank(rank: int, world: int, ports: list[int], directory: str, launches
         trainer.init(RankInfo(rank, world, "127.0.0.1", port))
         figures = []
         for rollout_id in range(2):
-            figures.append(dict(trainer.train(make_batch(context, rollout_id)).values))
+            batch = make_batch(context, rollout_id)
+            batch.response_ids_BL[::3, 0] = 0  # the token that pads: an untrained policy samples it too
+            figures.append(dict(trainer.train(batch).values))
             trainer.offload()
             sink = CollectedUpdate()
             sent = trainer.update_weights(rollout_id + 1, sink)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,29 @@ def test_it_trains_as_the_embedded_trainer_does(family: str, preset: str, starte
             assert got[rollout][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     assert sent.keys() == theirs_sent.keys()
     for name, tensor in theirs_sent.items():
+        torch.testing.assert_close(sent[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def with_padding_sampled(context: Any, rollout_id: int) -> Any:
+    """A rollout in which the policy has sampled the token that pads, as an untrained one does."""
+    batch = make_batch(context, rollout_id)
+    response_BL = batch.response_ids_BL.copy()
+    response_BL[::3, 0] = 0
+    return replace(batch, response_ids_BL=response_BL)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sampled_padding_token_is_trained_as_transformers_trains_it(tied: bool, started: Any) -> None:
+    context = launch(architecture={**QWEN3, "tie_word_embeddings": tied})
+    results = []
+    for cls in (MegatronTrainer, EmbeddedTrainer):
+        trainer = started(cls, context)
+        figures = [dict(trainer.train(with_padding_sampled(context, i)).values) for i in range(2)]
+        results.append((figures, sent_by(trainer)))
+    (got, sent), (want, theirs) = results
+    for rollout in range(2):
+        assert got[rollout]["grad_norm"] == pytest.approx(want[rollout]["grad_norm"], rel=1e-3)
+    for name, tensor in theirs.items():
         torch.testing.assert_close(sent[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
@@ -294,7 +318,8 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
     for name, (architecture, _) in LAYOUTS.items():
         if (key := repr(architecture)) not in alone:
             trainer = started(MegatronTrainer, launch("kl", architecture=architecture))
-            alone[key] = two_rollouts(trainer), sent_by(trainer)
+            figures = [dict(trainer.train(with_padding_sampled(trainer.context, i)).values) for i in range(2)]
+            alone[key] = figures, sent_by(trainer)
         want, want_sent = alone[key]
         (figures, sent, sent_bytes), (others, not_sent, none_bytes) = (rank[name] for rank in ranks)
         assert figures == others, f"{name}: every rank reports the same"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
+from torch import Tensor
 
 from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
@@ -45,7 +47,26 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
     )
     if shape.latent:
         _set_latent_norms(model)
+    if shape.pad_id is not None and model.pre_process:
+        _keep_embedding_of(shape.pad_id, model.embedding.word_embeddings)
     return model
+
+
+def _keep_embedding_of(pad_id: int, embedding: Any) -> None:
+    """Let no gradient reach the embedding of one token.
+
+    Freshly initialised it is zero, and a policy can sample it: through the norm behind it, its gradient would be
+    a thousand times that of all others, and clipping would leave nothing of these.
+    """
+
+    def hook(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        is_pad = args[0] == pad_id  # [B, T], as is the output, unless that is this rank's part of [T, B]
+        if module.reduce_scatter_embeddings:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            is_pad = is_pad.t().chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        return torch.where(is_pad[..., None], output.detach(), output)
+
+    embedding.register_forward_hook(hook)
 
 
 def _set_latent_norms(model: Any) -> None:

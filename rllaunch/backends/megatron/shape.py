@@ -83,6 +83,8 @@ class ModelShape:
     qkv_bias: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    pad_id: int | None = None
+    """A token whose embedding is not trained, as transformers has it of a `pad_token_id`."""
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of embedding and head: each of `tp` ranks holds the same number of them, as the plan counts them."""
@@ -212,6 +214,7 @@ def _common(facts: Mapping[str, Any]) -> dict[str, Any]:
         "max_length": facts["max_position_embeddings"],
         "rope": _rope(facts),
         "is_tied": bool(facts.get("tie_word_embeddings")),
+        "pad_id": facts.get("pad_token_id"),
     }
 
 
