@@ -143,7 +143,7 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
     buffers: Any, precision: str, started: Any
 ) -> None:
     context = launch(
-        "kl", HandoffOptions(buffers=buffers), architecture=MOE, trainer={"precision": precision},
+        "kl", HandoffOptions(buffers=buffers, engine_weights="discard"), architecture=MOE, trainer={"precision": precision},
         model={"architecture": MOE, "dtype": "float32" if precision == "fp32" else "bfloat16"},
     )  # fmt: skip
     trainer = started(MegatronTrainer, context)
@@ -172,6 +172,12 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
         assert {n: (id(t), t.data_ptr() - t.untyped_storage().data_ptr()) for n, t in tensors.items()} == views
         for name, tensor in again.items():
             assert torch.equal(tensor, kept[name]), name
+
+
+def test_an_arena_that_an_embedded_engine_sizes_otherwise_is_refused(started: Any) -> None:
+    options = HandoffOptions(buffers="shared", engine_weights="mirror", order="gpu")
+    with pytest.raises(ConfigError, match="shares no arena with embedded engines"):
+        started(MegatronTrainer, launch(architecture=QWEN3, options=options))
 
 
 def test_trained_after_sleep_it_is_bit_for_bit_as_if_it_had_not_slept(started: Any) -> None:

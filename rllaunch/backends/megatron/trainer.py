@@ -38,7 +38,7 @@ from rllaunch.backends.megatron.regions import (
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
 from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes
-from rllaunch.errors import RunError
+from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.architecture import read_architecture
 from rllaunch.plan.handoff import BACKED_UP, Region
 from rllaunch.plan.sizes import sizes_of
@@ -112,6 +112,12 @@ class MegatronTrainer:
         sizes: dict[Region, int] = {r: self._regions[r].nbytes for r in BACKED_UP}
         is_pinned = self.slot.device != "cpu"
         if options.buffers == "shared":
+            if options.has_mirror and self.context.config.rollout.backend == "embedded":
+                raise ConfigError(
+                    "the megatron trainer shares no arena with embedded engines: these size it for an embedded trainer",
+                    ["handoff.offload_train_buffers = shared", "rollout.backend = embedded"],
+                    "use --offload-train-buffers fresh",
+                )
             arena = Arena(self.slot, self._host_pool, sum(sizes.values()), is_pinned=is_pinned)
             return ArenaCopies(arena, self._owner, sizes)
         is_retained = options.buffers == "retained"
