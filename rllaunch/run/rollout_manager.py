@@ -333,12 +333,13 @@ def make_manager(
     eval_prompts: Sequence[Prompt],
     reward: str,
 ) -> RolloutManager:
-    """A manager with one engine a slot, built where it runs (imports torch)."""
+    """A manager with one engine for each `rollout_num_gpus_per_engine` slots, built where it runs (imports torch)."""
     from rllaunch.backends.base import BackendSpec
     from rllaunch.backends.embedded.tokenizer import load_tokenizer
 
     engine_class = BackendSpec(context.config.rollout.backend, target).load()
-    engines = [engine_class(context, slot) for slot in slots]
+    # An engine of several GPUs stands for their slots, from the first of them on.
+    engines = [engine_class(context, slot) for slot in slots[:: context.config.rollout.rollout_num_gpus_per_engine]]
     return RolloutManager(
         context, engines, load_tokenizer(context.config, context.vocabulary), prompts, eval_prompts, reward
     )

@@ -87,7 +87,8 @@ def preferred(context: LaunchContext, slot: Slot) -> dict[str, Any]:
         return common | {"mm_feature_transport": "cpu"}
     # The native kernels of torch: the others want AMX. The pool is sized to the request, because on a machine
     # without GPUs SGLang takes its share of all host memory.
-    rows = math.ceil(context.config.num_samples / context.num_slots)
+    num_engines = max(1, context.num_slots // context.config.rollout.rollout_num_gpus_per_engine)
+    rows = math.ceil(context.config.num_samples / num_engines)
     total_len = context.max_prompt_tokens + context.config.rollout.rollout_max_response_len
     return common | {
         "attention_backend": "torch_native",

@@ -70,6 +70,18 @@ def _check_inside(resolved: Resolved) -> Iterator[Finding]:
             )
 
 
+def _check_release(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    if config.rollout.backend == "sglang" and config.hardware.accelerator == "cpu" and config.handoff.offload_rollout:
+        yield RELEASE.finding(
+            "warning",
+            resolved,
+            "sglang engines release nothing on a CPU: their regions stay in use through the whole handoff",
+            ["rollout.backend", "hardware.accelerator", "handoff.offload_rollout"],
+            "--no-offload-rollout",
+        )
+
+
 COUNT = Rule(
     code="RL314",
     name="rollout GPUs divide into engines",
@@ -89,4 +101,10 @@ INSIDE = Rule(
     reason="SGLang splits an engine's GPUs by both, and is data parallel with DP attention only",
     check=_check_inside,
 )
-RULES = (COUNT, WHOLE_NODES, INSIDE)
+RELEASE = Rule(
+    code="RL341",
+    name="what an engine is to release it can release",
+    reason="torch_memory_saver needs a GPU; without one SGLang takes a release, answers, and keeps the memory",
+    check=_check_release,
+)
+RULES = (COUNT, WHOLE_NODES, INSIDE, RELEASE)

@@ -1,0 +1,47 @@
+"""Readings of GPUs: the fullest one, and the most since the last reading."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rllaunch.backends.sglang import memory
+from rllaunch.backends.sglang.memory import GpuMemory, node_bytes
+
+
+def test_a_reading_is_the_fullest_gpu_with_the_peak_since_the_last(monkeypatch: pytest.MonkeyPatch):
+    used = {2: 100, 3: 300}
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=used[handle]),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    host = [1000]
+    monkeypatch.setattr(memory, "node_bytes", lambda: host[0])
+    gpus = GpuMemory([2, 3])
+    try:
+        assert (gpus.reading().gpu_bytes, gpus.reading().gpu_peak_bytes) == (300, 300)
+        used[2], host[0] = 900, 5000
+        deadline = time.monotonic() + 10
+        while gpus._peak != (900, 5000) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        used[2], host[0] = 50, 1500
+        first, second = gpus.reading(), gpus.reading()
+    finally:
+        gpus.stop()
+    assert (first.gpu_bytes, first.gpu_peak_bytes, first.host_bytes, first.host_peak_bytes) == (300, 900, 1500, 5000)
+    assert (second.gpu_peak_bytes, second.host_peak_bytes) == (300, 1500)
+
+
+def test_host_memory_is_the_containers_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    current = tmp_path / "memory.current"
+    current.write_text("12345\n")
+    monkeypatch.setattr(memory, "_CGROUP", current)
+    assert node_bytes() == 12345
+    current.unlink()
+    assert 2**26 < node_bytes() < 2**50
