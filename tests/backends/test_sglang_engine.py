@@ -18,7 +18,7 @@ from rllaunch.backends.sglang.engine import SglangEngine, one_checksum, to_array
 from rllaunch.backends.sglang.process import EngineProcess
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.handoff import HandoffOptions, build_schedule
-from rllaunch.run.rollout_manager import RolloutManager
+from rllaunch.run.rollout_manager import RolloutManager, make_manager
 
 ORDERS = [
     HandoffOptions("cpu", engine_weights="discard"),
@@ -195,6 +195,42 @@ def test_what_it_cannot_do_is_said_before_it_starts(preset: str, node: int, text
     context = make_context(preset, HandoffOptions(engine_weights="mirror"))
     with pytest.raises(ConfigError, match=text):
         SglangEngine(context, Slot(0, node, "cpu", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("slot", "per_node", "per_engine", "visible", "expected"),
+    [
+        (0, 1, 1, "", {}),
+        (0, 1, 1, "3", {}),  # what the actor was given, its engine has too
+        (5, 8, 1, "0", {"CUDA_VISIBLE_DEVICES": "5"}),
+        (4, 8, 4, "0", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}),
+    ],
+)
+def test_an_engine_has_the_gpus_of_its_slots(
+    slot: int,
+    per_node: int,
+    per_engine: int,
+    visible: str,
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    context = make_context(
+        cluster={"num_gpus_per_node": per_node}, rollout={"rollout_num_gpus_per_engine": per_engine}, num_slots=per_node
+    )
+    engine = SglangEngine(context, Slot(slot, 0, "cuda", ""))
+    assert engine._environment() == expected
+    numbers = ",".join(map(str, engine._gpu_numbers()))  # NVML's, for the readings
+    assert numbers == expected.get("CUDA_VISIBLE_DEVICES", visible or "0")
+
+
+def test_engines_of_several_gpus_are_one_for_each_group_of_slots():
+    context = make_context(
+        rollout={"backend": "sglang", "rollout_num_gpus_per_engine": 4}, cluster={"num_gpus_per_node": 8}, num_slots=8
+    )
+    slots = [Slot(i, 0, "cuda", "") for i in range(8)]
+    manager = make_manager(context, slots, f"{SglangEngine.__module__}:SglangEngine", PROMPTS, [], "rig:reward")
+    assert [engine.slot.index for engine in manager.engines] == [0, 4]  # type: ignore[attr-defined]
 
 
 # -- memory and processes ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -121,8 +122,12 @@ class SglangEngine:
             return {}  # what this process was given is the one
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpu_numbers()))}
 
-    def _gpu_numbers(self) -> range:
-        first = self.slot.index % (self.context.config.cluster.num_gpus_per_node or 1)
+    def _gpu_numbers(self) -> Sequence[int]:
+        num_gpus = self.context.config.cluster.num_gpus_per_node or 1
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if num_gpus == 1 and visible.isdecimal():
+            return [int(visible)]
+        first = self.slot.index % num_gpus
         return range(first, first + self.context.config.rollout.rollout_num_gpus_per_engine)
 
     def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:
@@ -160,6 +165,9 @@ class SglangEngine:
     def shutdown(self) -> None:
         if not self.state.end() and self._process is None:
             return
+        # First, because it takes SGLang longer to end than an actor may be given.
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
         if self._process is not None:
             self._process.shutdown()
         if self._gpus is not None:
@@ -168,8 +176,6 @@ class SglangEngine:
             for region in self._sizes:
                 self._pools[0].release(self._owner, region)
             self._pools = None
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         assert self._process is not None, "an engine that is up has a process"
