@@ -31,6 +31,10 @@ CPU, GPU = Slot(0, 0, "cpu", "/nowhere"), Slot(0, 0, "cuda", "/nowhere")
 PORTS = range(21000, 21064)
 
 
+class DeprecatedAction(argparse._StoreAction):
+    """As SGLang has them: the value of the flag is not the value of its field."""
+
+
 @dataclass
 class ServerArgs:
     """Some options of the real one, and its names for flags."""
@@ -57,6 +61,8 @@ class ServerArgs:
     fp8_gemm_runner_backend: str = "auto"
     max_total_tokens: int | None = None
     enable_tf32_matmul: bool = False
+    cuda_graph_max_bs_decode: int | None = None
+    enable_amd_monokernel: bool = False
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +71,7 @@ class ServerArgs:
         parser.add_argument("--fp8-gemm-backend", dest="fp8_gemm_runner_backend")
         parser.add_argument("--enable-tf32-matmul", action=argparse.BooleanOptionalAction)
         parser.add_argument("--config")
+        parser.add_argument("--monokernel-backend", action=DeprecatedAction, dest="enable_amd_monokernel")
 
 
 def arguments_of(context: LaunchContext, slot: Slot = CPU, path: str = "/model") -> dict[str, Any]:
@@ -156,7 +163,15 @@ def test_flags_that_name_no_field_and_negations_are_no_options():
     names = known_names(ServerArgs)
     assert names["model"] == "model_path"
     assert names["tensor_parallel_size"] == "tp_size"
-    assert not {"config", "no_enable_tf32_matmul", "help"} & set(names)
+    assert not {"config", "no_enable_tf32_matmul", "help", "monokernel_backend"} & set(names)
+
+
+def test_an_older_name_is_taken_where_the_installed_version_has_the_newer():
+    got = arguments_of(make_context(sglang={"cuda_graph_max_bs": 8}))
+    assert got["cuda_graph_max_bs_decode"] == 8
+    assert "cuda_graph_max_bs" not in got
+    with pytest.raises(ConfigError, match="no option 'nsa_decode_backend'"):  # this one has neither
+        arguments_of(make_context(sglang={"nsa_decode_backend": "flashmla_sparse"}))
 
 
 def test_one_option_under_two_names_is_an_error():

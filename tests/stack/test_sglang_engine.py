@@ -23,6 +23,7 @@ from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, Laun
 from rllaunch.backends.embedded.model import build_model
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.sglang.engine import SglangEngine, one_checksum
+from rllaunch.backends.sglang.options import known_names
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, HandoffOptions
 
@@ -199,6 +200,18 @@ def test_regions_are_reported_and_the_engine_is_healthy(pair: Pair):
     parameters = sum(p.numel() * 4 for p in build_model(pair.context).parameters())
     assert pair.engine.region_bytes()["weights"] == parameters
     assert pair.engine.check_health()
+
+
+def test_the_options_of_every_shipped_cell_are_known_to_the_installed_sglang():
+    import tomllib
+
+    from sglang.srt.server_args import ServerArgs
+
+    names = known_names(ServerArgs)
+    cells = sorted((Path(__file__).parents[2] / "profiles/rllaunch_profiles/cells").glob("*.toml"))
+    said = {c.name: tomllib.loads(c.read_text(encoding="utf-8")).get("choices", {}).get("sglang", {}) for c in cells}
+    assert sum(map(len, said.values())) > 5
+    assert {(cell, key) for cell, section in said.items() for key in section if key not in names} == set()
 
 
 def test_an_option_sglang_does_not_know_is_named(tmp_path: Path):

@@ -36,6 +36,16 @@ _DECIDED_BY = {
     "dist_init_addr": "rllaunch, which keeps the engines' ports apart",
 }
 
+# Options that SGLang renamed without a change of meaning: profiles say what their source said, of whatever age it was
+# (sglang 0.5.23 `arg_groups/fields/exec_.py`; a CUDA graph without further words was always one of decoding).
+_RENAMED = {
+    "cuda_graph_bs": "cuda_graph_bs_decode",
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
+    "nsa_decode_backend": "dsa_decode_backend",
+    "nsa_prefill_backend": "dsa_prefill_backend",
+}
+
 # Keys of our own section with the value that means "as SGLang has it".
 _UNSAID = {"dp_size": 1, "ep_size": 1, "enable_dp_attention": False}
 
@@ -107,7 +117,7 @@ def given(context: LaunchContext) -> dict[str, Any]:
 
 
 def known_names(server_args: type[Any]) -> dict[str, str]:
-    """Every name an option has → the field of `ServerArgs`: the field's own, and its flags without dashes."""
+    """Every name an option has → the field of `ServerArgs`: the field's own, its flags without dashes, older names."""
     own = getattr(server_args, "__struct_fields__", None)  # msgspec; older releases have a dataclass
     names = {name: name for name in (own if own is not None else [f.name for f in fields(server_args)])}
     parser = argparse.ArgumentParser(add_help=False)
@@ -115,10 +125,10 @@ def known_names(server_args: type[Any]) -> dict[str, str]:
         server_args.add_cli_args(parser)
     for action in parser._actions:
         flags = [flag[2:].replace("-", "_") for flag in action.option_strings if flag.startswith("--")]
-        if action.dest in names:
-            # `--no-X` says the opposite of its field.
+        # A deprecated flag may take another value than its field; `--no-X` says the opposite of it.
+        if action.dest in names and not type(action).__name__.startswith("Deprecated"):
             names = {flag: action.dest for flag in flags if not flag.startswith("no_")} | names
-    return names
+    return {old: new for old, new in _RENAMED.items() if new in names} | names
 
 
 def server_arguments(
