@@ -178,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rllaunch.console import say
 
             message: str = getattr(err, "format_message")()  # noqa: B009
-            if message:  # an empty one has shown the help already
+            if type(err).__name__ == "NoArgsIsHelpError":
+                say(message)
+            elif message:  # an empty one has shown the help already
                 say(f"error: {message[0].lower()}{message[1:].rstrip('.')}\nhint: see --help")
             else:
                 err.show()

@@ -57,7 +57,16 @@ def stdout_console() -> Console:
     """A rich console on stdout; in a pipe wide enough that no cell is cut."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    # rich reads COLUMNS itself; in a pipe without it no cell is cut.
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 200
+    made = Console(width=width, highlight=False)
+    made.on_broken_pipe = _broken_pipe  # type: ignore[method-assign]
+    return made
+
+
+def _broken_pipe() -> None:
+    """A reader that has seen enough (`| head`) is told of as everywhere else, not as a failed run."""
+    raise BrokenPipeError
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:

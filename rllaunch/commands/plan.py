@@ -27,7 +27,9 @@ app = command_app()
 # Of what else there is; the rest is in --json.
 MOST_ROWS = 12
 # Of the node counts that are too few.
-MOST_COUNTS = 4
+MOST_COUNTS = 3
+TASK_RULE = "RL333"
+LAYOUT_RULES = ("RL31", "RL32")
 TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIER_NAMES = {"gpu": "a GPU", "host": "a node's host"}
 
@@ -57,13 +59,17 @@ def plan(
         _fit(made.resolved, max_nodes, json)
         return
     # Of a launch that cannot be, no bytes: what is wrong with it comes first.
-    if wrong := [f for f in made.findings(probe=False) if f.exit_code == EXIT_CONFIG]:
+    # What it trains on takes no memory.
+    if wrong := [f for f in made.findings(probe=False) if f.exit_code == EXIT_CONFIG and f.code != TASK_RULE]:
         if json:
             console.data_json({"ok": False, "findings": [f.to_json() for f in wrong]})
         else:
             console.tinted_data(render(wrong))
             nodes = made.config.cluster.num_nodes
-            console.say(f"hint: `rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more")
+            if any(f.code.startswith(LAYOUT_RULES) for f in wrong):
+                console.say(
+                    f"hint: `rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more"
+                )
         raise typer.Exit(EXIT_CONFIG)
     choice = plan_launch(made.resolved)
     if isinstance(choice, Unknown):
@@ -136,6 +142,9 @@ def _count(number: int) -> str:
 def _show(resolved: Resolved, choice: Choice) -> None:
     taken = choice.taken
     verdict = "fits" if choice.fits else "does not fit"
+    unknown = [_TIER_NAMES[tier] for tier in TIERS if taken.plan.limits.of(tier) is None]
+    if choice.fits and unknown and resolved.config.trainer.backend != "embedded":
+        verdict += f", as far as it is known: the memory of {' and '.join(unknown)} is not"
     console.data(f"{_heading(resolved, choice)}: {verdict}")
     console.data(f"  {taken.label}")
     rows = []
@@ -267,7 +276,9 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
         console.data(f"as flags: {flags}" if flags else "the best is the launch's own layout: no flags are needed")
     else:
         console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
-    for nodes, why in list(answer.smaller.items())[-MOST_COUNTS:]:
+    counts = list(answer.smaller.items())
+    # The count that was asked for, and those just below what does.
+    for nodes, why in counts[:1] + counts[max(1, len(counts) - MOST_COUNTS) :]:
         console.data(f"{nodes} node{'s' if nodes > 1 else ''}: {why}")
 
 

@@ -157,7 +157,14 @@ def _headline(made: Launch) -> str:
     )
     backup = f", {options.buffers} backup" if options.offload_train else ""
     handoff = f"{options.order} order, engine weights {options.weights_mode}{backup}"
-    return f"{config.model.name} on {slots}: {algorithm}, {who}; handoff in {handoff}"
+    borrowed = f"; your prompts, the reward of task {config.task.name}" if _is_own(made) else ""
+    return f"{config.model.name} on {slots}: {algorithm}, {who}; handoff in {handoff}{borrowed}"
+
+
+def _is_own(made: Launch) -> bool:
+    """Whether prompts come from the user and the reward from a task's profile: easily not what was meant."""
+    prompts, reward = made.resolved.origin("task.prompt_data"), made.resolved.origin("task.reward")
+    return prompts.layer in ("config", "env", "flag") and reward.layer == "task"
 
 
 def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:

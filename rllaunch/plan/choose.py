@@ -235,7 +235,11 @@ def least_room(plan: MemoryPlan) -> tuple[float, Tier]:
 
 def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
     if (broken := other.plan.first_break) is not None:
-        return told_break(broken, other.plan.limits)
+        limit = other.plan.limits.of(broken.tier)
+        assert limit is not None, "a break has a limit"
+        most = other.plan.peak(broken.tier) - limit
+        worse = f", at its peak by {gib(most)}" if gib(most) != gib(broken.excess) else ""
+        return told_break(broken, other.plan.limits) + worse
     if other.plan.options == taken.plan.options:
         added = other.plan.seconds_added - taken.plan.seconds_added
         return f"its training step waits {added:.1f} s {'longer' if other.optimizer_cpu_offload else 'less'} for Adam"

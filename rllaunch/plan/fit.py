@@ -44,6 +44,7 @@ class Layout:
         parts = [f"TP{self.tp}", f"PP{self.pp}"]
         parts += [f"CP{self.cp}"] if self.cp > 1 else []
         parts += [f"EP{self.ep}"] if self.ep > 1 else []
+        parts += ["optimizer on the host"] if self.optimizer_on_host else []
         return " ".join([*parts, f"engines of {self.engine_gpus}"])
 
 

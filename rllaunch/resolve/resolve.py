@@ -241,10 +241,22 @@ def check_key(setting: Setting) -> None:
     if not rest:
         raise ConfigError(f"[{section}] is a section, not a key", setting.source, f"set {section}.KEY")
     if issubclass(model, PassThrough):
+        if owner := _OWNED.get((section, name)) or _owned_by_trainer(section, name):
+            raise ConfigError(f"{section}.{name} is decided by {owner}", setting.source, f"set {owner}")
         if deeper:
             raise ConfigError(f"{section}.{name} has no keys of its own", setting.source, f"set {section}.{name}")
         return
     raise ConfigError(f"unknown key {name!r} in [{section}]", setting.source, _key_hint(section, name))
+
+
+# Options of a backend that follow from keys of ours: set in two places, one of them would be ignored.
+_OWNED = {("sglang", "tp_size"): "rollout.rollout_num_gpus_per_engine", ("sglang", "dtype"): "rollout.dtype"}
+
+
+def _owned_by_trainer(section: str, name: str) -> str:
+    trainer = _section_model("trainer")
+    assert trainer is not None, "the schema has a trainer"
+    return f"trainer.{name}" if section == "megatron" and name in trainer.model_fields else ""
 
 
 def _key_hint(section: str, name: str) -> str:
