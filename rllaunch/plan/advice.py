@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,8 +49,21 @@ def changed(resolved: Resolved, values: Mapping[str, Any]) -> Resolved:
     return replace(resolved, config=resolved.config.model_copy(update=sections), origins=origins)
 
 
-def advise(resolved: Resolved, architecture: Architecture, choice: Choice, tier: Tier) -> list[Advice]:
-    """Changes that lower the peak on a tier: those that make the launch fit first, the lightest of them in front."""
+def advise(
+    resolved: Resolved,
+    architecture: Architecture,
+    choice: Choice,
+    tier: Tier,
+    *,
+    enough: int,
+    is_sound: Callable[[Resolved], bool] = lambda _: True,
+) -> list[Advice]:
+    """Changes that lower the peak on a tier: those that make the launch fit first, the lightest of them in front.
+
+    Args:
+        enough: fitting changes after which no further one is planned.
+        is_sound: whether nothing else would be wrong with the changed launch.
+    """
     peak = choice.taken.plan.peak(tier)
     is_open = reopened(resolved)
     found = []
@@ -61,8 +74,10 @@ def advise(resolved: Resolved, architecture: Architecture, choice: Choice, tier:
         except (RllaunchError, ValueError):
             continue
         freed = peak - plan.peak(tier)
-        if freed > 0:
+        if freed > 0 and is_sound(made):
             found.append(Advice(" ".join(command_of(values)), made, plan, freed))
+        if sum(advice.fits for advice in found) == enough:
+            break
     fitting = [advice for advice in found if advice.fits]
     return fitting + sorted((a for a in found if not a.fits), key=lambda advice: -advice.freed)
 

@@ -73,7 +73,7 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
         f"does not fit in {place}: {_step(first)} needs {gib(first.total(tier))}, {gib(limit)} are there"
         f" ({plan.label}{more})\n{_sum(worst, tier)}"
     )
-    ways = _advice(resolved, choice, tier)
+    ways = _advice(resolved, choice, tier, 3)
     fitting = [way for way in ways if way.fits]
     told_ways = [told(way, tier) for way in (fitting or ways)[:3]]
     fix = (
@@ -87,9 +87,9 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
     yield rule.error(resolved, message, keys, fix)
 
 
-def _advice(resolved: Resolved, choice: Choice, tier: Tier) -> list[Advice]:
+def _advice(resolved: Resolved, choice: Choice, tier: Tier, enough: int) -> list[Advice]:
     """Changes that lower a peak, without those that another rule would refuse."""
-    return [a for a in advise(resolved, architecture_of(resolved), choice, tier) if is_sound(a.resolved)]
+    return advise(resolved, architecture_of(resolved), choice, tier, enough=enough, is_sound=is_sound)
 
 
 def is_sound(resolved: Resolved) -> bool:
@@ -126,7 +126,7 @@ def _check_headroom(resolved: Resolved) -> Iterator[Finding]:
             f"fits, but leaves {room:.1%} of the {tier}'s {gib(limit)} free: "
             f"{_step(step)} needs {gib(step.total(tier))}\n{_sum(step, tier)}"
         )
-        ways = [way for way in _advice(resolved, choice, tier) if way.fits][:2]
+        ways = [way for way in _advice(resolved, choice, tier, 2) if way.fits]
         fix = (
             ", or ".join(told(way, tier) for way in ways) or "a forecast is no closer than this; watch the first cycle"
         )
