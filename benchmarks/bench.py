@@ -31,8 +31,11 @@ app()
 COMMANDS = "\n".join(f"@app.command()\ndef c{i}(x: int = 1): 'One line of help.'" for i in range(6))
 
 
-# A user's second start finds compiled modules; a machine that forbids writing them would time the compiler.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+# A user's second start finds compiled modules (a machine that forbids writing them would time the compiler), and no
+# guest: the example plugin is installed for the tests.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+    "RLLAUNCH_DISABLE_PLUGINS": "example"
+}
 
 
 def seconds(command: Sequence[str]) -> float:
