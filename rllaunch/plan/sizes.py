@@ -582,14 +582,19 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
             static["update_heap"] = int(c.UPDATE_HEAP.value * params)
     if parameters := trainer.host_optimizer(ranks):
         static |= trainer.on_host(parameters)
-    static["object_store"] = _rollout_bytes(config)
+    static["object_store"] = rollout_bytes(config)
     has_reference = config.algorithm.kl_loss_coef > 0 or _megatron(config, "use_kl_loss", False)
     if has_reference and not config.has_lora:  # with LoRA the base is the reference
         static["reference"] = params
     return static
 
 
-def _rollout_bytes(config: LaunchConfig) -> int:
+def object_store_bytes(config: LaunchConfig) -> int:
+    """What a local Ray is given for its object store, in shared memory: two rollouts, at least 256 MiB."""
+    return max(256 * 2**20, 2 * rollout_bytes(config))
+
+
+def rollout_bytes(config: LaunchConfig) -> int:
     """A rollout's samples in the object store, whole on each node: ids, log-probs and masks, made and read."""
     longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
     return config.num_samples * longest * (8 + 4 + 4) * 2

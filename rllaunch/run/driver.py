@@ -20,6 +20,7 @@ from typing import Any
 from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot, StepResult, TrainBatch
 from rllaunch.errors import EnvironmentProblem, RllaunchError, RunError
 from rllaunch.plan.handoff import Region, Schedule
+from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.data import Prompt
 from rllaunch.run.loop import Loop, Progress, Watcher
@@ -27,7 +28,6 @@ from rllaunch.run.record import RunDirectory
 from rllaunch.run.signals import install_handlers, interruptible, quiet_signals
 from rllaunch.run.steps import run_steps, timed
 
-OBJECT_STORE_BYTES = 256 * 2**20
 # Time for an actor to end by itself before it is killed, and for a local Ray to go.
 GRACE_SECONDS = 3.0
 
@@ -299,7 +299,7 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
                 address="local",
                 include_dashboard=False,
                 num_cpus=cpus,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=object_store_bytes(inputs.config),
                 **common,
             )
         else:

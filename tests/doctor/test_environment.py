@@ -264,6 +264,20 @@ needs_shared_memory = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="
 
 
 @needs_shared_memory
+def test_c034_an_object_store_larger_than_shared_memory() -> None:
+    """Two rollouts' ids, log-probs and masks, made and read: 2 × 2 × 16 bytes a token."""
+    free = shutil.disk_usage("/dev/shm").free
+    tokens = free // 64 + 2**20
+    values = {**CPU, "rollout.rollout_batch_size": tokens, "rollout.rollout_max_response_len": 1}
+    (finding,) = found("RL511", {**values, "rollout.n_samples_per_prompt": 1})
+    assert finding.message.startswith("Ray's object store takes ")
+    assert "--shm-size" in finding.fix
+    assert found("RL511", {**values, "rollout.rollout_batch_size": 4}) == []
+    elsewhere = {**values, "cluster.ray_address": "10.0.0.1:6379"}
+    assert found("RL511", elsewhere) == [], "another cluster's store is its own"
+
+
+@needs_shared_memory
 def test_c034_a_bucket_larger_than_shared_memory() -> None:
     values = {**CPU, "handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS}
     (finding,) = found("RL506", values)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.origins import Resolved
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -49,6 +51,23 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     yield from check_shared_memory(resolved)
 
 
+def _check_object_store(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    is_local = not (config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
+    if not is_local or not SHARED_MEMORY.is_dir():
+        return
+    needed_bytes, free_bytes = object_store_bytes(config), shutil.disk_usage(SHARED_MEMORY).free
+    if needed_bytes > free_bytes:
+        yield STORE.finding(
+            "warning",
+            resolved,
+            f"Ray's object store takes {_mib(needed_bytes)} of shared memory for two rollouts, {SHARED_MEMORY} has "
+            f"{_mib(free_bytes)} free: Ray falls back to files on a disk",
+            ["rollout.rollout_batch_size", "rollout.n_samples_per_prompt", "rollout.rollout_max_response_len"],
+            f"more {SHARED_MEMORY} (docker: --shm-size), or smaller rollouts",
+        )
+
+
 RULE = Rule(
     code="RL506",
     name="shared memory holds an update bucket",
@@ -57,4 +76,11 @@ RULE = Rule(
     probes=True,
     overridable=True,
 )
-RULES = (RULE,)
+STORE = Rule(
+    code="RL511",
+    name="shared memory holds Ray's object store",
+    reason="with less Ray puts the store on a disk, which is many times slower (ray-project/ray#14535)",
+    check=_check_object_store,
+    probes=True,
+)
+RULES = (RULE, STORE)
