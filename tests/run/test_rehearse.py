@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from launches import chosen, resolved
 
 from rllaunch.errors import ConfigError
-from rllaunch.plan.choose import Choice, plan_launch
+from rllaunch.flags import take_flags
+from rllaunch.plan.choose import Choice, decided, plan_launch
 from rllaunch.plan.forecast import Limits, MemoryPlan
 from rllaunch.plugins import load_plugins
 from rllaunch.resolve.origins import Resolved
+from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.run.rehearse import Rehearsal, foretold, in_small, timeline
 
 FULL = "--recompute-granularity full --max-tokens-per-gpu 8192"
@@ -195,3 +197,22 @@ def test_measured_bytes_are_scaled_back_by_what_was_planned_for_the_pools(tmp_pa
     assert first.gpu == sum(init.gpu.values()) * 30 / 20
     assert last.gpu == sum(generate.gpu.values())
     assert last.host == last.planned_host == sum(generate.host.values())
+
+
+CELLS = [(p.model, p.hardware) for p in load_plugins().profiles().of_kind("cell")]
+
+
+@pytest.mark.parametrize(("model", "hardware"), CELLS, ids="-".join)
+def test_every_shipped_cell_can_be_rehearsed(model: str, hardware: str):
+    words, _, _ = take_flags(["--model", model, "--hardware", hardware])
+    launch = decided(resolve(Request((), tuple(words), environ={}), load_plugins()))
+    choice = plan_launch(launch)
+    assert isinstance(choice, Choice)
+    plan = choice.taken.plan
+    broken = plan.first_break
+    told = None if broken is None else (broken.phase, broken.step, broken.tier)
+    assert foretold(in_small(launch, plan, task(), 1)) == told
+
+
+def test_there_are_cells_to_rehearse():
+    assert len(CELLS) >= 22
