@@ -51,7 +51,7 @@ def start_processes(config: LaunchConfig, rank: RankInfo, device: str) -> None:
     _check_world(config, rank.world_size)
     is_cuda = device.startswith("cuda")
     if is_cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)  # the first of those this process sees
     # One process needs no address, and is given none.
     alone = dist.HashStore() if rank.world_size == 1 else None  # type: ignore[attr-defined]
     dist.init_process_group(
