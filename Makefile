@@ -44,7 +44,7 @@ $(STACK)/.installed: $(VENV)/.installed-test
 	@touch $@
 
 test-stack: $(STACK)/.installed ## The megatron trainer on this machine's CPU (ARGS="-k layout" …)
-	PYTHONPATH=$(STACK) $(BIN)/python -m pytest -m stack tests/stack $(ARGS)
+	PYTHONPATH=$(abspath $(STACK)) $(BIN)/python -m pytest -m stack tests/stack $(ARGS)
 
 # An environment of its own: SGLang asks for other versions of torch and transformers. Those named after --no-deps ask for
 # CUDA wheels; what SGLang imports of the others is SGLANG_NEEDS, and stubs of the tests stand for its kernels.
