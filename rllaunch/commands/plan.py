@@ -19,7 +19,8 @@ from rllaunch.pipeline import launch
 from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
-from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier, name_of
+from rllaunch.plan.forecast import MemoryPlan, PlannedStep, name_of
+from rllaunch.plan.handoff import TIERS, Tier
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.units import gib
 
@@ -30,7 +31,6 @@ MOST_ROWS = 12
 MOST_COUNTS = 3
 TASK_RULE = "RL333"
 LAYOUT_RULES = ("RL31", "RL32")
-TIERS: tuple[Tier, ...] = ("gpu", "host")
 _TIER_NAMES = {"gpu": "a GPU", "host": "a node's host"}
 
 

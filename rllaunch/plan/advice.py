@@ -10,8 +10,8 @@ from rllaunch.errors import RllaunchError
 from rllaunch.flags import command_of
 from rllaunch.plan.architecture import Architecture
 from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose, reopened
-from rllaunch.plan.forecast import MemoryPlan, PlannedStep, Tier
-from rllaunch.plan.handoff import update_rewrites_all
+from rllaunch.plan.forecast import MemoryPlan, PlannedStep
+from rllaunch.plan.handoff import Tier, update_rewrites_all
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.units import gib

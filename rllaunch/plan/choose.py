@@ -14,8 +14,8 @@ from typing import Any, Literal
 from rllaunch.errors import ConfigError
 from rllaunch.plan.architecture import Architecture, read_architecture
 from rllaunch.plan.embedded import NUM_SPECIAL, embedded_sizes, read_prompts
-from rllaunch.plan.forecast import Break, Limits, MemoryPlan, Tier, forecast, limits_of
-from rllaunch.plan.handoff import Buffers, HandoffOptions, Order, options_of
+from rllaunch.plan.forecast import Break, Limits, MemoryPlan, forecast, limits_of
+from rllaunch.plan.handoff import TIERS, Buffers, HandoffOptions, Order, Tier, options_of
 from rllaunch.plan.sizes import LaunchSizes, sizes_of
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.schema import LaunchConfig
@@ -223,14 +223,12 @@ def _rank(candidate: Candidate, headroom: float) -> tuple[Any, ...]:
 
 def _excess(plan: MemoryPlan) -> float:
     """How much a plan exceeds its limits, as shares of both together."""
-    tiers: tuple[Tier, ...] = ("gpu", "host")
-    return sum(max(0.0, -room) for tier in tiers if (room := plan.headroom(tier)) is not None)
+    return sum(max(0.0, -room) for tier in TIERS if (room := plan.headroom(tier)) is not None)
 
 
 def least_room(plan: MemoryPlan) -> tuple[float, Tier]:
     """The smaller of the two headrooms, and whose it is; all of it where no limit is known."""
-    tiers: tuple[Tier, ...] = ("gpu", "host")
-    return min(((room, tier) for tier in tiers if (room := plan.headroom(tier)) is not None), default=(1.0, "host"))
+    return min(((room, tier) for tier in TIERS if (room := plan.headroom(tier)) is not None), default=(1.0, "host"))
 
 
 def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
@@ -313,7 +311,8 @@ def decided(resolved: Resolved) -> Resolved:
         return resolved
     options = choice.taken.plan.options
     is_auto = resolved.value(ORDER) == "auto"
-    taken: dict[str, Any] = {key: value for key, value in _taken(choice).items() if resolved.value(key) == "auto"}
+    decided: dict[str, Any] = {ORDER: options.order, BUFFERS: options.buffers, WEIGHTS: options.engine_weights}
+    taken = {key: value for key, value in decided.items() if resolved.value(key) == "auto"}
     if is_auto:
         left: dict[str, Any] = {
             "handoff.offload_train": options.offload_train,
@@ -338,8 +337,3 @@ def decided(resolved: Resolved) -> Resolved:
     global _last
     _last = (config, choice)
     return replace(resolved, config=config, origins=origins)
-
-
-def _taken(choice: Choice) -> dict[str, Any]:
-    options = choice.taken.plan.options
-    return {ORDER: options.order, BUFFERS: options.buffers, WEIGHTS: options.engine_weights}

@@ -211,7 +211,7 @@ def _rank(fitted: Fitted) -> tuple[Any, ...]:
 def _why(candidate: Candidate) -> str:
     plan = candidate.plan
     if (broken := plan.first_break) is not None:
-        return f"{told_break(broken, plan.limits)}"
+        return told_break(broken, plan.limits)
     return "the engine's weights leave no room for a KV cache"
 
 

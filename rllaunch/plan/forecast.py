@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rllaunch.errors import ConfigError
 from rllaunch.plan import constants as c
-from rllaunch.plan.handoff import BACKED_UP, HandoffOptions, Region, Schedule, Step, build_schedule
+from rllaunch.plan.handoff import BACKED_UP, TIERS, HandoffOptions, Region, Step, Tier, build_schedule
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.plan.sizes import TRAINER_PARTS, LaunchSizes
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.units import gib
 
-Tier = Literal["gpu", "host"]
 # What a region is called on the host, where it is a copy.
 _HOST_NAMES = {"weights": "mirror", "params": "params backup", "optimizer": "optimizer backup"}
 
@@ -30,12 +29,10 @@ def name_of(region: str, tier: Tier) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes one GPU and one node may hold, and who says so; None where nobody does."""
+    """Bytes one GPU and one node may hold; None where nobody says."""
 
     gpu: int | None
     host: int | None
-    gpu_source: str
-    host_source: str
 
     def of(self, tier: Tier) -> int | None:
         return self.gpu if tier == "gpu" else self.host
@@ -94,7 +91,7 @@ class MemoryPlan:
     @property
     def first_break(self) -> Break | None:
         for index, step in enumerate(self.steps):
-            for tier in ("gpu", "host"):
+            for tier in TIERS:
                 limit = self.limits.of(tier)
                 if limit is not None and step.total(tier) > limit:
                     return Break(index, step.name, step.phase, tier, step.total(tier) - limit)
@@ -162,26 +159,17 @@ def label_of(options: HandoffOptions) -> str:
     return ", ".join(parts)
 
 
-def limits_of(config: LaunchConfig, describe: Mapping[str, str] | None = None) -> Limits:
+def limits_of(config: LaunchConfig) -> Limits:
     """What the hardware profile allows: GPU memory less the trainer's margin, and the node's host memory.
 
     On the embedded backend the capacities of its pools.
 
     Raises:
         ConfigError: the margin leaves nothing.
-
-    Args:
-        describe: key → where its value came from.
     """
-    told = describe or {}
     if config.trainer.backend == "embedded":
         pools = config.pools
-        return Limits(
-            pools.device_capacity_bytes,
-            pools.host_capacity_bytes,
-            "pools.device_capacity_bytes",
-            "pools.host_capacity_bytes",
-        )
+        return Limits(pools.device_capacity_bytes, pools.host_capacity_bytes)
     hardware, margin = config.hardware, config.handoff.train_memory_margin_bytes
     gpu = None if hardware.gpu_memory_bytes is None else hardware.gpu_memory_bytes - margin
     if gpu is not None and gpu <= 0:
@@ -190,24 +178,16 @@ def limits_of(config: LaunchConfig, describe: Mapping[str, str] | None = None) -
             ("hardware.gpu_memory_bytes", "handoff.train_memory_margin_bytes"),
             "--train-memory-margin-bytes 1073741824",
         )
-    gpu_source = "hardware.gpu_memory_bytes − handoff.train_memory_margin_bytes"
-    return Limits(
-        gpu,
-        hardware.host_memory_bytes,
-        told.get("hardware.gpu_memory_bytes", gpu_source),
-        told.get("hardware.host_memory_bytes", "hardware.host_memory_bytes"),
-    )
+    return Limits(gpu, hardware.host_memory_bytes)
 
 
-def forecast(
-    config: LaunchConfig, options: HandoffOptions, sizes: LaunchSizes, limits: Limits, schedule: Schedule | None = None
-) -> MemoryPlan:
+def forecast(config: LaunchConfig, options: HandoffOptions, sizes: LaunchSizes, limits: Limits) -> MemoryPlan:
     """The plan of start-up and one cycle that saves and evaluates.
 
     Raises:
         ScheduleError: no schedule exists for these options.
     """
-    schedule = schedule or build_schedule(options)
+    schedule = build_schedule(options)
     on_gpus, on_node = [Ledger(schedule, gpu) for gpu in sizes.gpus], Ledger(schedule, sizes.node)
     speed = _Speed(config, options, sizes)
     steps = []
@@ -248,7 +228,6 @@ class _Speed:
         self.options = options
         self.update_bytes = sizes.update_bytes
         link = config.hardware.host_link_bytes_per_second
-        self.is_known = link is not None
         self.link = (link or c.ASSUMED_LINK.value) * c.LINK_SHARE.value
         per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
         self.bytes: dict[Region, int] = {r: n // per_node for r, n in sizes.node.items()}

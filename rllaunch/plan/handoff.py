@@ -23,6 +23,7 @@ Weights = Literal["mirror", "discard", "resident"]
 Buffers = Literal["retained", "fresh", "shared"]
 When = Literal["always", "save", "eval"]
 Tier = Literal["gpu", "host"]
+TIERS: tuple[Tier, ...] = ("gpu", "host")
 Region = RegionName
 REGIONS: tuple[Region, ...] = get_args(Region)
 ENGINE_REGIONS: tuple[Region, ...] = ("weights", "kv_cache", "cuda_graph")

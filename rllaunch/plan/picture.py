@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rllaunch.errors import EnvironmentProblem, UsageError
+from rllaunch.plan.handoff import TIERS, Tier
 from rllaunch.units import gib
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
-Tier = Literal["gpu", "host"]
-TIERS: tuple[Tier, ...] = ("gpu", "host")
 TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "host": "host"}
 
 # A hue per owner: blue the engines', orange the trainer's. Neighbours of one hue differ in lightness by

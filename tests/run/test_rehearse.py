@@ -103,7 +103,7 @@ def test_a_limit_just_below_any_step_breaks_the_rehearsal_there(data: st.DataObj
         # Bytes are counted in 2048ths: what lies closer to a limit than the rounding is nobody's promise.
         assume(at is None or all(abs(total - at * share) > 2**20 for total in totals))
     assume(limits["gpu"] or limits["host"])
-    tight = replace(plan, limits=Limits(limits["gpu"], limits["host"], "test", "test"))
+    tight = replace(plan, limits=Limits(limits["gpu"], limits["host"]))
     ranks = data.draw(st.sampled_from([1, 2]))
     assert foretold(rehearsed(launch, tight, ranks)) == first_over(tight)
 
@@ -116,7 +116,7 @@ def test_the_combinations_break_on_both_tiers_in_many_steps():
         for plan in plans[:2]:
             totals = sorted({sum((s.gpu if tier == "gpu" else s.host).values()) for s in plan.steps})
             limit = int(totals[-1] * 0.999)
-            limits = Limits(limit, None, "", "") if tier == "gpu" else Limits(None, limit, "", "")
+            limits = Limits(limit, None) if tier == "gpu" else Limits(None, limit)
             seen.add(foretold(rehearsed(launch, replace(plan, limits=limits), 1)))
     assert None not in seen
     assert {tier for _, _, tier in seen} == {"gpu", "host"}  # type: ignore[misc]

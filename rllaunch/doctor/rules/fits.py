@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.plan.advice import FRACTION, Advice, advise, fullest_with_kv, safe_fraction, told, usable_memory
 from rllaunch.plan.choose import OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
-from rllaunch.plan.forecast import PlannedStep, Tier, name_of
-from rllaunch.plan.handoff import update_rewrites_all
+from rllaunch.plan.forecast import PlannedStep, forecast, name_of
+from rllaunch.plan.handoff import Tier, update_rewrites_all
 from rllaunch.resolve.origins import Resolved
 from rllaunch.units import gib
 
@@ -202,8 +202,6 @@ def _check_draft(resolved: Resolved) -> Iterator[Finding]:
 
 def _check_needless(resolved: Resolved) -> Iterator[Finding]:
     from dataclasses import replace
-
-    from rllaunch.plan.forecast import forecast
 
     choice, config = _choice(resolved), resolved.config
     if choice is None or not choice.fits:
