@@ -12,7 +12,7 @@ from typing import Any
 
 from rllaunch.errors import ConfigError
 from rllaunch.plan import constants as c
-from rllaunch.plan.handoff import BACKED_UP, TIERS, HandoffOptions, Region, Step, Tier, build_schedule
+from rllaunch.plan.handoff import TIERS, HandoffOptions, Region, Step, Tier, build_schedule
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.plan.sizes import TRAINER_PARTS, LaunchSizes
 from rllaunch.resolve.schema import LaunchConfig
@@ -247,8 +247,7 @@ class _Speed:
 
     def _copy(self, action: str, region: Region) -> float:
         rate = self.link
-        is_backup = region in BACKED_UP
-        if self.options.buffers != "shared" and (not is_backup or self.options.buffers == "fresh"):
+        if self.options.buffers == "fresh":
             # Pages that are pinned for one stay cost more than what is copied into them.
             rate = min(rate, c.PIN_FRESH.value if action == "copy_out" else c.UNPIN_FRESH.value)
         return self.bytes.get(region, 0) / rate

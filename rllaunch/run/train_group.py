@@ -23,6 +23,7 @@ from rllaunch.backends.base import (
     TrainerBackend,
     fullest,
 )
+from rllaunch.backends.node_memory import gpu_of_process
 from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
 from rllaunch.run.steps import run_steps
@@ -64,6 +65,10 @@ class TrainerRank:
 
     def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
+
+    def gpu(self) -> str:
+        """UUID of this rank's GPU."""
+        return gpu_of_process()
 
     def sees(self, path: str) -> bool:
         """Whether a file of the driver's is on this node too: checkpoints are written from here."""

@@ -75,27 +75,35 @@ class StorageRegion:
             FitError: the pool is too small.
             RunError: it is allocated already, or the machine has no memory left.
         """
-        if self.is_resident:
-            raise RunError(f"{self.owner}: {self.region} is allocated twice")
-        self._pool.charge(self.owner, self.region, self.nbytes)
+        self.enter()
         try:
             for flat, size in zip(self._flat, self._sizes, strict=True):
                 flat.untyped_storage().resize_(size)
         except RuntimeError as err:  # torch.OutOfMemoryError is one
             self._drop()
-            self._pool.release(self.owner, self.region)
+            self.leave()
             raise RunError(f"{self.owner}: the machine refuses {self.nbytes:,} bytes of {self.region}: {err}") from err
-        self.is_resident = True
 
     def free(self) -> None:
         """
         Raises:
             RunError: it is free already.
         """
+        self.leave()
+        self._drop()
+
+    def enter(self) -> None:
+        """In the books only: somebody else brings the memory back, with all addresses as they were."""
+        if self.is_resident:
+            raise RunError(f"{self.owner}: {self.region} is allocated twice")
+        self._pool.charge(self.owner, self.region, self.nbytes)
+        self.is_resident = True
+
+    def leave(self) -> None:
+        """The counterpart of `enter`."""
         if not self.is_resident:
             raise RunError(f"{self.owner}: {self.region} is released twice")
         self.is_resident = False
-        self._drop()
         self._pool.release(self.owner, self.region)
 
     def _drop(self) -> None:
