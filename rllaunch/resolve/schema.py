@@ -112,7 +112,7 @@ class Handoff(Section):
     """What releasing the engine's weights does: copy them to the host (`mirror`), or drop them (`discard`)
     because the next update rewrites them."""
     update_weight_buffer_size: Annotated[int, Flag("--update-weight-buffer-size")] = Field(default=512 * 2**20, ge=1)
-    """Largest bucket of a weight update, in bytes."""
+    """Largest bucket of a weight update, in bytes. On GPUs there are two: one is filled while the other is read."""
     check_weight_update_equal: Annotated[bool, Flag("--check-weight-update-equal")] = False
     """Overwrite the engines' weights before the first update, and compare all engines' checksums after every one.
     Without it only the first update is compared, with what the engines loaded by themselves."""

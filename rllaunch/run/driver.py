@@ -24,7 +24,7 @@ from rllaunch.plan.handoff import Region, Schedule
 from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.data import Prompt
-from rllaunch.run.loop import Loop, Progress, Watcher
+from rllaunch.run.loop import Loop, Planned, Progress, Watcher
 from rllaunch.run.record import RunDirectory
 from rllaunch.run.signals import install_handlers, interruptible, quiet_signals
 from rllaunch.run.steps import run_steps, timed
@@ -47,6 +47,7 @@ class RunInputs:
     max_prompt_tokens: int
     environment: Mapping[str, str]
     resume: bool
+    plan: Planned | None = None
 
 
 def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable[[str], None]) -> Progress:
@@ -65,6 +66,7 @@ def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable
             record,
             watcher,
             inputs.config.cluster.num_gpus_per_node or 1,
+            inputs.plan,
         )
         record.open(workers.first_rollout)
         with told():
