@@ -203,6 +203,7 @@ class ManagerActor:
                 getattr(self.manager, step.removeprefix("engine."))()
             return self.manager.memory(), report
 
+        self.manager.memory()  # a peak belongs to the step in which it was
         results, error = run_steps(steps, one)
         # No samples, no training: the ranks may have been told already what comes next.
         return (batch if error is None else None), (results, error)

@@ -111,6 +111,7 @@ class TrainerRank:
                 getattr(self.backend, step.removeprefix("trainer."))()
             return self.backend.memory(), report
 
+        self.backend.memory()  # a peak belongs to the step in which it was
         results, error = run_steps(steps, one)
         self._is_well = error is None
         return results, error
@@ -126,6 +127,7 @@ class TrainerRank:
         if not self._is_well or any(error is not None for _, error in others):
             return [], None
         sink = ManagerSink(manager, before)
+        self.backend.memory()
         started = time.perf_counter()
         try:
             sent = self.backend.update_weights(version, sink)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rllaunch.backends.base import TensorSlice
 from rllaunch.backends.embedded.layout import dtype_name
+from rllaunch.backends.embedded.pinned import allocate_pinned, release_pinned
 from rllaunch.backends.embedded.pool import Pool
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
@@ -129,7 +130,8 @@ class Reference:
     def __init__(self, host_pool: Pool, params: StorageRegion, *, is_pinned: bool) -> None:
         self._pool, self._params = host_pool, params
         host_pool.charge(params.owner, "reference", params.nbytes)
-        self._host = torch.empty(params.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._is_pinned = is_pinned
+        self._host = allocate_pinned(params.nbytes) if is_pinned else torch.empty(params.nbytes, dtype=torch.uint8)
         for offset, piece in params.pieces():
             self._host[offset : offset + piece.numel()].copy_(piece)
 
@@ -151,6 +153,8 @@ class Reference:
                 theirs.copy_(kept)
 
     def shutdown(self) -> None:
+        if self._is_pinned:
+            release_pinned(self._host)
         self._pool.release(self._params.owner, "reference")
 
 

@@ -137,10 +137,18 @@ class MegatronTrainer:
                     ["handoff.offload_train_buffers = shared", "rollout.backend = embedded"],
                     "use --offload-train-buffers fresh",
                 )
-            arena = Arena(self.slot, self._host_pool, sum(sizes.values()), is_pinned=is_pinned)
+            nbytes = max(sum(sizes.values()), self._mirror_bytes())
+            arena = Arena(self.slot, self._host_pool, nbytes, is_pinned=is_pinned)
             return ArenaCopies(arena, self._owner, sizes)
         is_retained = options.buffers == "retained"
         return OwnCopies(self._host_pool, self._owner, sizes, is_retained=is_retained, is_pinned=is_pinned)
+
+    def _mirror_bytes(self) -> int:
+        """What the arena must hold of the slot's engine: its weights as planned, and a bit."""
+        if not self.context.options.has_mirror:
+            return 0
+        architecture = read_architecture(self._facts, "model.architecture")
+        return sizes_of(self.context.config, architecture).gpu["weights"] * 11 // 10
 
     # -- handoff -----------------------------------------------------------------------------------
 
@@ -218,7 +226,12 @@ class MegatronTrainer:
         config = self.built.configs.transformer
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         work = make_work(batch, self.context.config, self.slot.device, multiple=multiple)
-        return TrainMetrics(self.steps.train(work, batch.rollout_id))
+        figures = self.steps.train(work, batch.rollout_id)
+        if self._is_cuda and self._offloads:
+            # What is left of the activations is nobody's: the handoff would return it in a moment.
+            del work
+            torch.cuda.empty_cache()
+        return TrainMetrics(figures)
 
     def _require(self, region: Region, what: str) -> None:
         if not self._regions[region].is_resident:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
+from rllaunch.backends.embedded.host_copies import lies_in_arena
 from rllaunch.backends.embedded.pool import Pool, open_pools
 from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.node_memory import GpuMemory
+from rllaunch.backends.sglang import guest
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, write_checkpoint
 from rllaunch.backends.sglang.options import decided, find_ports, given, preferred
 from rllaunch.backends.sglang.process import EngineProcess
@@ -125,9 +127,21 @@ class SglangEngine:
         if self.slot.device == "cpu":
             return {"OMP_NUM_THREADS": str(self.context.config.run.torch_num_threads)}
         shown = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpu_ids)} if all(self._gpu_ids) else {}
+        if self._shares_arena:
+            return shown | guest.environment_of(self._slots)
         keeps = self.context.options.has_mirror and self.context.options.buffers == "retained"
         # torch_memory_saver then pins the mirror's pages once and not at every release.
         return shown | {"TMS_RETAIN_CPU_BACKUP": str(int(keeps))}
+
+    @property
+    def _shares_arena(self) -> bool:
+        options = self.context.options
+        return self.slot.device != "cpu" and options.has_mirror and options.buffers == "shared"
+
+    @property
+    def _slots(self) -> list[Slot]:
+        count = self.context.config.rollout.rollout_num_gpus_per_engine
+        return [replace(self.slot, index=self.slot.index + offset) for offset in range(count)]
 
     @property
     def _gpu_ids(self) -> tuple[str, ...]:
@@ -190,6 +204,19 @@ class SglangEngine:
         with self._lock, self.state.releasing(tags) as wanted:
             if wanted:
                 self._call("release", wanted)
+            if "weights" in wanted and self._shares_arena:
+                self._require_mirror()
+
+    def _require_mirror(self) -> None:
+        """A guest that SGLang did not take in would leave weights released and nowhere kept."""
+        for slot in self._slots:
+            if not lies_in_arena(slot, guest.owner_of(slot), "weights"):
+                raise RunError(
+                    f"{self._owner}: SGLang released its weights without copying them into the arena of slot {slot.index}",
+                    "handoff.offload_train_buffers = shared, handoff.engine_weights = mirror",
+                    "install rllaunch with pip where SGLang runs, so that SGLang finds its plugin; or use "
+                    "--offload-train-buffers fresh",
+                )
 
     def resume_memory_occupation(self, tags: Sequence[Region]) -> None:
         with self._lock, self.state.resuming(tags) as wanted:
