@@ -334,7 +334,9 @@ class Bench:
         def config_only(context: LaunchContext, directory: Path) -> None:
             from rllaunch.backends.embedded.model import model_config
 
-            model_config(context).save_pretrained(directory)
+            config = model_config(context)
+            config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
+            config.save_pretrained(directory)
 
         module.write_checkpoint = config_only
         kinds = {cell.engine: cell for cell in sorted(self.wanted, key=lambda cell: cell.buffers != "shared")}
@@ -343,6 +345,7 @@ class Bench:
             # Numbers keep their ports apart; all are on the one GPU, and the first mirrors in the arena of slot 0.
             context = replace(self.context(cell), num_slots=NUM_ENGINES, gpus=(gpu_of_process(),) * NUM_ENGINES)
             self.engines[kind] = module.SglangEngine(context, replace(slot, index=index))
+        module.ids_of(context)  # transformers is imported here, before several threads want to
         with ThreadPoolExecutor(len(kinds)) as threads:
             list(threads.map(lambda engine: engine.start(), self.engines.values()))
         say(f"{self.size}: {len(kinds)} engines up in {time.perf_counter() - started:.0f} s")
