@@ -212,7 +212,7 @@ class SglangEngine:
         for slot in self._slots:
             if not lies_in_arena(slot, guest.owner_of(slot), "weights"):
                 raise RunError(
-                    f"{self._owner}: SGLang released its weights without copying them into the arena of slot {slot.index}",
+                    f"{self._owner}: SGLang released its weights and left no copy in the arena of slot {slot.index}",
                     "handoff.offload_train_buffers = shared, handoff.engine_weights = mirror",
                     "install rllaunch with pip where SGLang runs, so that SGLang finds its plugin; or use "
                     "--offload-train-buffers fresh",

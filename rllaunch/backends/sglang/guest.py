@@ -100,7 +100,7 @@ def _pieces_of(tag: str) -> list[tuple[int, Tensor]]:
     pieces: list[tuple[int, Tensor]] = []
     offset = 0
     for pool in pools:
-        for segment in torch.cuda.memory_snapshot(pool.id):
+        for segment in torch.cuda.memory_snapshot(pool.id):  # type: ignore[no-untyped-call]
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"].startswith("active"):
