@@ -235,24 +235,33 @@ class _Trainer:
 
     def _stage(self, index: int, layers: range) -> Stage:
         dense, expert = self._parameters(index, layers)
-        copies = 2 if self.config.has_critic else 1
         trained_dense, trained_expert = self._trained(index, layers, dense, expert)
-        shard = math.ceil(trained_dense / self.dense_owners) + math.ceil(trained_expert / self.expert_owners)
-        held, trained = dense + expert, trained_dense + trained_expert
+        shard = self._owned(trained_dense, trained_expert)
+        actor, trained = dense + expert, trained_dense + trained_expert
         if self.config.has_lora:
-            held += trained
+            actor += trained
+        critic_dense = critic_expert = 0
+        if self.config.has_critic:
+            critic_dense, critic_expert = self._parameters(index, layers, is_critic=True)
+        critic, critic_shard = critic_dense + critic_expert, self._owned(critic_dense, critic_expert)
         element = 4 if self.config.model.dtype == "float32" else 2
-        gradient = self._gradient_bytes()
         regions: dict[Region, int] = {
-            "params": held * element * copies,
-            "optimizer": int(shard * self._state_bytes()) * copies,
-            "grads": trained * gradient * copies,
+            "params": (actor + critic) * element,
+            "optimizer": int((shard + critic_shard) * self._state_bytes()),
+            "grads": (trained + critic) * self._gradient_bytes(),
             "activations": self._transient(index, layers, shard),
         }
-        return Stage(layers, held * copies, shard * copies, held * element, regions)
+        return Stage(layers, actor + critic, shard + critic_shard, actor * element, regions)
 
-    def _parameters(self, index: int, layers: range) -> tuple[int, int]:
-        """(dense, routed experts') parameters of a rank of this stage."""
+    def _owned(self, dense: int, expert: int) -> int:
+        """Parameters whose optimizer state one rank holds, of those it shares with its data-parallel ranks."""
+        return math.ceil(dense / self.dense_owners) + math.ceil(expert / self.expert_owners)
+
+    def _parameters(self, index: int, layers: range, *, is_critic: bool = False) -> tuple[int, int]:
+        """(dense, routed experts') parameters of a rank of this stage, of the policy or of the critic.
+
+        A critic has one row for a head, counted as wide as the rest, and no layers that predict further tokens.
+        """
         dense = expert = 0
         for layer, count in kinds_of(self.arch, layers):
             d, e = _cut(layer.weights, self.tp, self.ep, self.etp)
@@ -261,7 +270,10 @@ class _Trainer:
         outside: list[Weight] = []
         if index == 0:
             outside += self.arch.embedding
-        if index == self.pp - 1:
+        if index == self.pp - 1 and is_critic:
+            outside += [w for w in self.arch.head if w.split != "vocab"]
+            dense += self.arch.hidden_size
+        elif index == self.pp - 1:
             outside += self.arch.head
             if self.arch.tied and self.pp > 1:
                 outside += self.arch.embedding  # the last stage has a copy of the tied embedding

@@ -99,17 +99,20 @@ class MegatronTrainer:
         else:
             self._copies = self._host_copies()
         if self.context.config.algorithm.kl_loss_coef > 0:
-            self._reference = Reference(self._host_pool, self._regions["params"], is_pinned=self.slot.device != "cpu")
+            params = self._regions["params"]
+            size = params.end_of(parameter_tensors(self.built.ddp))
+            self._reference = Reference(self._host_pool, params, size, is_pinned=self.slot.device != "cpu")
         self.steps = Steps(self.context, self.built, self.slot.device, self._reference)
 
     def _find_regions(self) -> None:
         built = self.built
-        params = self._region("params", parameter_tensors(built.ddp))
+        # The policy's before a critic's, in every region: the reference is of the first part.
+        params = self._region("params", (t for m in built.models for t in parameter_tensors(m)))
         own = [t for t in optimizer_tensors(built.optimizer, self.slot.device) if t not in params]
         self._regions = {
             "params": params,
             "optimizer": self._region("optimizer", own),
-            "grads": self._region("grads", gradient_tensors(built.ddp)),
+            "grads": self._region("grads", (t for m in built.models for t in gradient_tensors(m))),
         }
         model = built.ddp.module
         self._where = {n: params.locate(n, p.data) for n, p in model.named_parameters()}
@@ -311,7 +314,12 @@ class MegatronTrainer:
         pieces = {
             f"{region}/{offset}": piece for region in BACKED_UP for offset, piece in self._regions[region].pieces()
         }
-        buffers = {f"buffers/{n}": b for n, b in self.built.ddp.module.named_buffers() if n.endswith("expert_bias")}
+        buffers = {
+            f"{'critic-' if model is self.built.critic else ''}buffers/{n}": b
+            for model in self.built.models
+            for n, b in model.module.named_buffers()
+            if n.endswith("expert_bias")
+        }
         return pieces | buffers
 
     def _layout(self) -> dict[str, str]:
@@ -325,4 +333,5 @@ class MegatronTrainer:
             "expert_model_parallel_size": str(trainer.expert_model_parallel_size),
             "expert_tensor_parallel_size": str(expert_tp),
             "precision": trainer.precision,
+            "critic": str(self.context.config.has_critic),
         }
