@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,8 +294,38 @@ def test_c034_a_bucket_larger_than_shared_memory() -> None:
 def test_a_bucket_is_never_larger_than_the_weights() -> None:
     launch = resolved_of({**CPU, "handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS})
     assert check_shared_memory(launch, weights_bytes=4096) == []
-    on_gpus = resolved_of({"handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS})
-    assert check_shared_memory(on_gpus) == [], "Megatron sends over CUDA IPC"
+
+
+@needs_shared_memory
+def test_shared_memory_holds_the_megatron_trainers_bucket_and_arenas() -> None:
+    launch = resolved_of({"handoff.update_weight_buffer_size": 512 * 2**20, "handoff.offload_train_buffers": "shared"})
+    (bucket,) = check_shared_memory(launch, free_bytes=64 * 2**20)
+    assert (bucket.level, bucket.fix) == (
+        "warning",
+        "--update-weight-buffer-size 33554432, or more /dev/shm (docker: --shm-size)",
+    )
+    (arena,) = check_shared_memory(launch, arena_bytes=80 * GIB, free_bytes=64 * GIB)
+    assert arena.level == "error"
+    assert arena.message == (
+        "a bucket of the weight update and the arenas need 512 MiB + 81920 MiB of shared memory, "
+        "/dev/shm has 65536 MiB free"
+    )
+    assert arena.fix == "--offload-train-buffers fresh, or more /dev/shm (docker: --shm-size)"
+    assert check_shared_memory(launch, arena_bytes=80 * GIB, free_bytes=81 * GIB) == []
+
+
+@needs_shared_memory
+def test_the_arenas_of_a_node_are_as_large_as_the_plan_says(rllaunch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * GIB))
+    launch = ("--model", "qwen3-8b", "--hardware", "H200", "--colocate-memory-peak-device", "gpu", "--json")
+    found = {}
+    for buffers in ("shared", "fresh"):
+        answer = rllaunch("doctor", *launch, "--offload-train-buffers", buffers, "--engine-weights", "mirror").json()
+        found[buffers] = [f["message"] for f in answer["findings"] if f["code"] == "RL506" and "arenas" in f["message"]]
+    plan = rllaunch("plan", *launch, "--offload-train-buffers", "shared", "--engine-weights", "mirror").json()
+    arena = max(step["host"].get("arena", 0) for step in plan["steps"])
+    assert f" + {arena / 2**20:.0f} MiB of shared memory" in found["shared"][0]
+    assert found["fresh"] == []
 
 
 # RL507
