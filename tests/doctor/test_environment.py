@@ -20,6 +20,7 @@ from doctor_cases import resolved_of
 
 from rllaunch.doctor.engine import builtin_rules, diagnose, exit_code
 from rllaunch.doctor.finding import Finding
+from rllaunch.doctor.rules import backends
 from rllaunch.doctor.rules.backends import build_lacks, is_installed
 from rllaunch.doctor.rules.cluster import unreachable
 from rllaunch.doctor.rules.host_memory import check_profile_memory, check_ray_total
@@ -65,7 +66,7 @@ def test_looking_imports_neither_torch_nor_ray() -> None:
         import sys
         from doctor_cases import resolved_of
         from rllaunch.doctor.engine import builtin_rules, diagnose
-        diagnose(resolved_of(), builtin_rules(), probe=True)
+        diagnose(resolved_of(), builtin_rules(), probe=True, gpu_test=True)
         print(sorted({"torch", "ray", "transformers", "sglang", "megatron.core"} & set(sys.modules)))
     """
     path = [str(Path(__file__).parent), *sys.path]
@@ -89,6 +90,16 @@ def test_a_trainer_that_is_not_installed_is_one_finding_with_all_it_lacks() -> N
     (finding,) = found("RL501", {"rollout.backend": "embedded"})
     assert finding.message.startswith("the megatron trainer cannot run here: megatron.core is not installed")
     assert finding.fix.startswith("pip install 'rllaunch[megatron]'")
+
+
+def test_engines_need_a_torch_that_sees_the_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
+    monkeypatch.setattr(backends, "torch_version_file", lambda: "__version__ = '2.11.0+cpu'\ncuda = None\n")
+    (finding,) = found("RL501", {"trainer.backend": "embedded"})
+    assert finding.message == "the sglang engines cannot run here: torch 2.11.0+cpu is a build without CUDA"
+    assert len(found("RL501", {})) == 1, "one mistake, one error"
+    monkeypatch.setattr(backends, "torch_version_file", lambda: "__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+    assert found("RL501", {"trainer.backend": "embedded"}) == []
 
 
 def test_backends_that_need_nothing_more() -> None:
