@@ -87,8 +87,10 @@ class EngineProcess:
         """Return only when it is no longer alive; what became of it."""
         while self.is_alive():
             time.sleep(WATCH_SECONDS)
+        if self._process.poll() is not None:
+            return f"{self.owner}: its process {self._end_of_process()}"
         dead = [p.pid for p in self._ranks if not _is_running(p)]
-        return f"{self.owner}: its process {dead[0] if dead else self.pid} ended"
+        return f"{self.owner}: its process {dead[0]} ended"
 
     @property
     def _last_words(self) -> str:
