@@ -42,6 +42,29 @@ def train_rank(rank: int, world: int, ports: list[int], directory: str, launches
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
 
 
+def resume_rank(
+    rank: int, world: int, ports: list[int], directory: str, launches: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
+    """Each launch one after the other: resumed from its checkpoint, saved again at once, and trained on."""
+    from megatron_cpu import use_cpu
+
+    from rllaunch.backends.megatron.trainer import MegatronTrainer
+
+    use_cpu()
+    results = {}
+    for port, (name, (source, sections)) in zip(ports, launches.items(), strict=True):
+        context = make_context(num_slots=world, **sections)
+        trainer = MegatronTrainer(context, Slot(rank, 0, "cpu", f"{directory}/ledgers-{name}"))
+        trainer.init(RankInfo(rank, world, "127.0.0.1", port))
+        trainer.load(f"{directory}/{source}")
+        again = Path(directory) / name
+        again.mkdir(exist_ok=True)
+        trainer.save(str(again))
+        results[name] = dict(trainer.train(make_batch(context, 1)).values)
+        trainer.shutdown()
+    torch.save(results, Path(directory) / f"resumed-{rank}.pt")
+
+
 def logprob_rank(rank: int, world: int, port: int, directory: str) -> None:
     """Log-probabilities and their gradient from this rank's part of the logits of a file."""
     import torch.distributed as dist

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
-from stack_process import run_ranks, train_rank
+from stack_process import resume_rank, run_ranks, train_rank
 from stack_rig import DEEPSEEK, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
@@ -280,6 +280,12 @@ def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) 
         other.load(str(tmp_path))
 
 
+def test_a_checkpoint_of_another_backend_is_refused(started: Any, tmp_path: Path) -> None:
+    started(EmbeddedTrainer, launch(architecture=QWEN3)).save(str(tmp_path))
+    with pytest.raises(RunError, match="no state of the megatron trainer"):
+        started(MegatronTrainer, launch(architecture=QWEN3)).load(str(tmp_path))
+
+
 # -- several ranks ---------------------------------------------------------------------------------
 
 TWO_GROUPS = {**QWEN3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -337,6 +343,70 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
         assert sent.keys() == want_sent.keys()
         for tensor_name, tensor in want_sent.items():
             torch.testing.assert_close(sent[tensor_name], tensor, rtol=2e-3, atol=2e-4, msg=f"{name}: {tensor_name}")
+
+
+TIED = {**TWO_GROUPS, "tie_word_embeddings": True}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+BY_ONE_RANK = {
+    "dense": {"architecture": TIED},
+    "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
+    "latents": {"architecture": DEEPSEEK},
+}  # fmt: skip
+RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    1: {"alone, whole optimizer": ("experts", {}, {"use_distributed_optimizer": False})},
+    2: {
+        "data": ("dense", {}, {}),
+        "data, whole optimizer": ("dense", {}, {"use_distributed_optimizer": False}),
+        "tensor": ("dense", {"tensor_model_parallel_size": 2}, {}),
+        "pipeline": ("dense", {"pipeline_model_parallel_size": 2}, {}),
+        "experts by 2": ("experts", {"expert_model_parallel_size": 2}, {}),
+        "experts, whole optimizer": (
+            "experts",
+            {"expert_model_parallel_size": 2},
+            {"use_distributed_optimizer": False},
+        ),
+        "experts' tensors": ("experts", SP, {}),
+        "latents, sequence": ("latents", SP, {}),
+    },
+    4: {
+        "tensor and data": ("dense", {"tensor_model_parallel_size": 2}, {}),
+        "all at once": ("experts", SP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
+    },
+}
+
+
+def sections_of(source: str, trainer: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
+    sections = dict(BY_ONE_RANK[source])
+    sections["trainer"] = {**STEADY, **sections.get("trainer", {}), **trainer}
+    return sections | {"megatron": {**DISPATCHER, **megatron}}
+
+
+def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: Any, tmp_path: Path) -> None:
+    """One rank's checkpoint → each layout → saved there → one rank again, which has every bit it once saved."""
+    want: dict[str, tuple[dict[str, float], dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+    for source in BY_ONE_RANK:
+        trainer = started(MegatronTrainer, make_context(**sections_of(source, {}, {})))
+        trainer.train(make_batch(trainer.context, 0))
+        (tmp_path / source).mkdir()
+        trainer.save(str(tmp_path / source))
+        saved = {n: t.clone() for n, t in everything(trainer).items()}
+        want[source] = dict(trainer.train(make_batch(trainer.context, 1)).values), sent_by(trainer), saved
+    for world, layouts in RESUMED.items():
+        launches = {name: (source, sections_of(source, *more)) for name, (source, *more) in layouts.items()}
+        run_ranks(world, resume_rank, [free_port() for _ in launches], str(tmp_path), launches)
+        ranks = [torch.load(tmp_path / f"resumed-{rank}.pt") for rank in range(world)]
+        for name, (source, *_) in layouts.items():
+            figures, sent, saved = want[source]
+            assert all(rank[name] == ranks[0][name] for rank in ranks), name
+            for figure, value in figures.items():
+                tolerance = 2e-2 if source == "experts" else 2e-3  # in bf16 and in float32
+                assert ranks[0][name][figure] == pytest.approx(value, rel=tolerance, abs=tolerance), f"{name}: {figure}"
+            trainer = started(MegatronTrainer, make_context(**sections_of(source, {}, {})))
+            trainer.load(str(tmp_path / name))
+            for (tensor_name, tensor), was in zip(everything(trainer).items(), saved.values(), strict=True):
+                assert torch.equal(tensor, was), f"{name}: {tensor_name}"
+            assert dict(trainer.train(make_batch(trainer.context, 1)).values) == figures, name
+            assert all(torch.equal(t, sent[n]) for n, t in sent_by(trainer).items()), name
 
 
 @pytest.mark.parametrize(

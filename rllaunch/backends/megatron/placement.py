@@ -25,6 +25,7 @@ class Held:
     name: str
     shape: tuple[int, ...]
     shard: int
+    num_shards: int
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Placement:
             name = next((n for n in names if n in self._tensors), None)
             if name is not None:
                 local = self._tensors[name]
-                is_split = _is_split(entry, local, model.config)
-                self.held[index] = Held(name, tuple(local.shape), _group_rank(entry) if is_split else 0)
+                place = _place(entry) if _is_split(entry, local, model.config) else (0, 1)
+                self.held[index] = Held(name, tuple(local.shape), *place)
             elif entry.layer is not None:
                 raise RunError(f"the model built by Megatron-core has no parameter {' or '.join(names)}")
         self._check_complete(model)
@@ -85,8 +86,7 @@ class Placement:
             for index, held in self.held.items():
                 entry, target = self.entries[index], self._tensors[held.name]
                 whole = to_megatron(entry, [tensor_of(s) for s in entry.sources], self.shape, tp)
-                size = whole.numel() // max(1, target.numel())
-                part = shard(entry, whole, held.shard, size)
+                part = shard(entry, whole, held.shard, held.num_shards)
                 if part.shape != target.shape:
                     raise RunError(
                         f"{' and '.join(entry.sources)} of the checkpoint fit {list(part.shape)}, "
@@ -156,10 +156,11 @@ def _local_experts(shape: ModelShape) -> dict[int, int]:
     return {rank * share + i: i for i in range(share)}
 
 
-def _group_rank(entry: Entry) -> int:
+def _place(entry: Entry) -> tuple[int, int]:
+    """This rank's number among those that share a parameter, and how many they are."""
     if entry.expert is not None:
-        return int(parallel_state.get_expert_tensor_parallel_rank())
-    return int(parallel_state.get_tensor_model_parallel_rank())
+        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
 def _is_split(entry: Entry, local: Tensor, config: Any) -> bool:

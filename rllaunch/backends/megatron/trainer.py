@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
+from rllaunch.backends.megatron.pieces import Piece, pieces
 from rllaunch.backends.megatron.regions import (
     Reference,
     StorageRegion,
@@ -231,34 +232,21 @@ class MegatronTrainer:
     def save(self, directory: str) -> None:
         for region in BACKED_UP:
             self._require(region, "save")
-        checkpoint.save_state(Path(directory), self._state(), self._layout(), self.steps.num_steps)
+        state = self._pieces(with_copies=False)
+        checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
         named = self.built.placement.gather(self._local(), self._gather_device())
         checkpoint.export(named, self.context, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
         for region in BACKED_UP:
             self._require(region, "load")
-        num_steps = checkpoint.load_state(Path(directory), self._state(), self._layout())
-        self.steps.num_steps = num_steps
-        set_num_steps(self.built.optimizer, num_steps)
+        state = self._pieces(with_copies=True)
+        self.steps.num_steps = checkpoint.load_state(Path(directory), state, self._facts_of_state())
+        set_num_steps(self.built.optimizer, self.steps.num_steps)
 
-    def _state(self) -> dict[str, Tensor]:
-        """Everything that training changes, as it lies in memory, and the biases of routers."""
-        pieces = {
-            f"{region}/{offset}": piece for region in BACKED_UP for offset, piece in self._regions[region].pieces()
-        }
-        buffers = {f"buffers/{n}": b for n, b in self.built.ddp.module.named_buffers() if n.endswith("expert_bias")}
-        return pieces | buffers
+    def _pieces(self, *, with_copies: bool) -> Iterator[Piece]:
+        built = self.built
+        return pieces(built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
 
-    def _layout(self) -> dict[str, str]:
-        trainer = self.context.config.trainer
-        expert_tp = trainer.expert_tensor_parallel_size or trainer.tensor_model_parallel_size
-        return {
-            "model": repr(self.built.shape),
-            "ranks": str(dist.get_world_size()),
-            "tensor_model_parallel_size": str(trainer.tensor_model_parallel_size),
-            "pipeline_model_parallel_size": str(trainer.pipeline_model_parallel_size),
-            "expert_model_parallel_size": str(trainer.expert_model_parallel_size),
-            "expert_tensor_parallel_size": str(expert_tp),
-            "precision": trainer.precision,
-        }
+    def _facts_of_state(self) -> dict[str, str]:
+        return {"model": repr(self.built.shape), "precision": self.context.config.trainer.precision}
