@@ -238,17 +238,17 @@ class _Trainer:
         trained_dense, trained_expert = self._trained(index, layers, dense, expert)
         shard = math.ceil(trained_dense / self.dense_owners) + math.ceil(trained_expert / self.expert_owners)
         held, trained = dense + expert, trained_dense + trained_expert
+        params = held * (4 if self.config.model.dtype == "float32" else 2)
         if self.config.has_lora:
-            held += trained
-        element = 4 if self.config.model.dtype == "float32" else 2
+            held, params = held + trained, params + trained * 4  # adapters are float32 beside any weights
         gradient = self._gradient_bytes()
         regions: dict[Region, int] = {
-            "params": held * element * copies,
+            "params": params * copies,
             "optimizer": int(shard * self._state_bytes()) * copies,
             "grads": trained * gradient * copies,
             "activations": self._transient(index, layers, shard),
         }
-        return Stage(layers, held * copies, shard * copies, held * element, regions)
+        return Stage(layers, held * copies, shard * copies, params, regions)
 
     def _parameters(self, index: int, layers: range) -> tuple[int, int]:
         """(dense, routed experts') parameters of a rank of this stage."""
@@ -276,24 +276,21 @@ class _Trainer:
         return dense, expert
 
     def _trained(self, index: int, layers: range, dense: int, expert: int) -> tuple[int, int]:
-        """Of those, the ones with gradients: all, or LoRA's adapters."""
+        """Of those, the ones with gradients: all, or LoRA's adapters, which are on linear layers and not on experts."""
         rank = self.config.algorithm.lora_rank
         if not rank:
             return dense, expert
-        adapters = expert_adapters = 0
+        adapters = 0
         for layer, count in kinds_of(self.arch, layers):
             for weight in layer.weights:
-                if len(weight.shape) < 2 or weight.split not in ("column", "row") or not self._is_target(weight):
+                if not is_adaptable(weight) or not self._is_target(weight):
                     continue
-                out, into = weight.shape[-2], weight.shape[-1]
+                out, into = weight.shape
                 # Of the two small matrices the one beside the cut dimension is cut with it.
-                tp = self.etp if weight.is_expert else self.tp
-                size = rank * (out // tp + into) if weight.split == "column" else rank * (out + into // tp)
-                if weight.is_expert:
-                    expert_adapters += count * (size * _experts(weight) // self.ep)
-                else:
-                    adapters += count * size * weight.copies
-        return adapters, expert_adapters
+                out //= self.tp if weight.split == "column" else 1
+                into //= self.tp if weight.split == "row" else 1
+                adapters += count * rank * (out + into)
+        return adapters, 0
 
     def _is_target(self, weight: Weight) -> bool:
         """Whether LoRA puts an adapter beside this matrix, by its name."""
@@ -301,7 +298,7 @@ class _Trainer:
         return "all-linear" in targets or any(part in targets for part in weight.name.split("."))
 
     def _gradient_bytes(self) -> int:
-        if _megatron(self.config, "grad_reduce_in_bf16", False):
+        if _megatron(self.config, "grad_reduce_in_bf16", False) and not self.config.has_lora:
             return 2
         return 4
 
@@ -347,8 +344,8 @@ class _Trainer:
 
     def state_bytes(self) -> int:
         """Masters and Adam's moments of one parameter, in bytes."""
-        if self.config.model.dtype == "float32":
-            return 8
+        if self.config.model.dtype == "float32" or self.config.has_lora:
+            return 8  # float32 parameters are their own masters
         moments = sum(_DTYPE_BYTES.get(str(_megatron(self.config, key, "fp32")), 4) for key in _MOMENTS)
         precision_aware = bool(_megatron(self.config, "use_precision_aware_optimizer", False))
         # With bf16 parameters it keeps the lower half of each master only
@@ -422,6 +419,12 @@ class _Trainer:
 
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
+
+
+def is_adaptable(weight: Weight) -> bool:
+    """Whether it is a linear layer's, which LoRA can put an adapter beside; transformers stacks experts into none."""
+    is_linear = len(weight.shape) == 2 and (weight.split in ("column", "row") or weight.name in FP8_WHOLE)
+    return is_linear and not weight.is_expert
 
 
 def padded_vocab(size: int, tp: int) -> int:
@@ -500,9 +503,7 @@ class _Engine:
         return total
 
     def sent_bytes(self) -> int:
-        """What one update sends to one GPU: its part in the trainer's precision, or LoRA's adapters."""
-        if self.config.has_lora:
-            return 0
+        """What one update sends to one GPU: its part in the trainer's precision, LoRA's adapters merged into it."""
         element = 4 if self.config.model.dtype == "float32" else 2
         return self.arch.num_parameters * element // self.tp
 
@@ -578,8 +579,7 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
     params = sum(stage.actor_bytes for stage in ranks)
     if config.world_size > 1:
         static["distributed"] = int(count * c.DISTRIBUTED_HOST.value)
-        if not config.has_lora:
-            static["update_heap"] = int(c.UPDATE_HEAP.value * params)
+        static["update_heap"] = int(c.UPDATE_HEAP.value * params)
     if parameters := trainer.host_optimizer(ranks):
         static |= trainer.on_host(parameters)
     static["object_store"] = rollout_bytes(config)

@@ -197,6 +197,11 @@ def test_what_it_cannot_do_is_said_before_it_starts(preset: str, node: int, text
         SglangEngine(context, Slot(0, node, "cpu", str(tmp_path)))
 
 
+def test_adapters_that_the_trainer_merges_are_no_concern_of_the_engine(tmp_path: Path):
+    context = make_context("lora", HandoffOptions(engine_weights="mirror"), trainer={"backend": "megatron"})
+    SglangEngine(context, Slot(0, 0, "cpu", str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("slot", "per_node", "per_engine", "visible", "expected"),
     [

@@ -351,6 +351,7 @@ BY_ONE_RANK = {
     "dense": {"architecture": TIED},
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
     "latents": {"architecture": DEEPSEEK},
+    "adapters": {"preset": "lora", "architecture": TIED, "trainer": {"backend": "megatron"}},
 }  # fmt: skip
 RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     1: {"alone, whole optimizer": ("experts", {}, {"use_distributed_optimizer": False})},
@@ -367,6 +368,9 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ),
         "experts' tensors": ("experts", SP, {}),
         "latents, sequence": ("latents", SP, {}),
+        "adapters, tensor": ("adapters", {"tensor_model_parallel_size": 2}, {}),
+        "adapters, pipeline": ("adapters", {"pipeline_model_parallel_size": 2}, {}),
+        "adapters, data": ("adapters", {}, {"use_distributed_optimizer": False}),
     },
     4: {
         "tensor and data": ("dense", {"tensor_model_parallel_size": 2}, {}),
@@ -413,7 +417,6 @@ def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: A
     ("sections", "says"),
     [
         ({"trainer": {"context_parallel_size": 2}}, "does not split sequences"),
-        ({"algorithm": {"lora_rank": 2}}, "no LoRA adapters"),
         ({"algorithm": {"advantage_estimator": "ppo"}}, "no critic"),
         ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP = 2"),
     ],

@@ -16,6 +16,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from rllaunch.backends.base import LaunchContext, RankInfo
 from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.megatron.lora import Adapters, freeze_and_adapt
 from rllaunch.backends.megatron.model import build_model
 from rllaunch.backends.megatron.options import MegatronConfigs, megatron_configs
 from rllaunch.backends.megatron.placement import Placement
@@ -39,6 +40,7 @@ class Built:
     ddp: Any
     optimizer: Any
     placement: Placement
+    adapters: Adapters | None
 
 
 def start_processes(config: LaunchConfig, rank: RankInfo, device: str) -> None:
@@ -112,13 +114,16 @@ def build(context: LaunchContext, device: str) -> Built:
         parameter.data = parameter.data.to(configs.transformer.params_dtype)
     placement = Placement(model, shape)
     placement.fill(starting_weights(context, shape))
+    adapters = None
+    if config.has_lora:
+        adapters, placement = freeze_and_adapt(context, model, placement)
     ddp = DistributedDataParallel(configs.transformer, configs.ddp, model)
     configs.transformer.finalize_model_grads_func = _sum_gradients
     # 0 clips nothing here, and Megatron-core then gives no norm either.
     clipping = replace(configs.optimizer, clip_grad=configs.optimizer.clip_grad or math.inf)
     optimizer = get_megatron_optimizer(clipping, [ddp], use_gloo_process_groups=on_cpu)
     _make_moments(optimizer)
-    return Built(shape, configs, ddp, optimizer, placement)
+    return Built(shape, configs, ddp, optimizer, placement, adapters)
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> None:

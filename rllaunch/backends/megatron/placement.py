@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,12 @@ class Placement:
 
     Args:
         model: this rank's stage, without a wrapper around it.
+        more: entries beyond those of the shape.
     """
 
-    def __init__(self, model: Any, shape: ModelShape) -> None:
+    def __init__(self, model: Any, shape: ModelShape, more: Sequence[Entry] = ()) -> None:
         self.shape = shape
-        self.entries = entries(shape)
+        self.entries = [*entries(shape), *more]
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.held: dict[int, Held] = {}
         layers = {layer.layer_number - 1: i for i, layer in enumerate(model.decoder.layers)}
@@ -75,16 +76,18 @@ class Placement:
         if extra := sorted(n for n, _ in model.named_parameters() if n not in known):
             raise RunError(f"the model built by Megatron-core has parameters that no checkpoint names: {extra[:3]}")
 
-    def fill(self, tensor_of: TensorOf) -> None:
-        """Give every parameter of this rank the checkpoint's values.
+    def fill(self, tensor_of: TensorOf, *, adapters: bool = False) -> None:
+        """Give every parameter of this rank the checkpoint's values, or every adapter its own.
 
         Args:
-            tensor_of: the checkpoint's tensor of a name, on the host.
+            tensor_of: the tensor of a name, on the host.
         """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         with torch.no_grad():
             for index, held in self.held.items():
                 entry, target = self.entries[index], self._tensors[held.name]
+                if entry.is_adapter != adapters:
+                    continue
                 whole = to_megatron(entry, [tensor_of(s) for s in entry.sources], self.shape, tp)
                 part = shard(entry, whole, held.shard, held.num_shards)
                 if part.shape != target.shape:
@@ -106,7 +109,7 @@ class Placement:
         """
         rank = dist.get_rank()
         for index, (entry, source) in enumerate(zip(self.entries, self._all_sources(), strict=True)):
-            if entry.is_copy:
+            if entry.is_copy or entry.is_adapter:
                 continue
             shards = []
             for sender in source.ranks:

@@ -19,6 +19,7 @@ from rllaunch.backends.base import LaunchContext
 from rllaunch.backends.embedded.trainer import lr_at
 from rllaunch.backends.megatron.batch import MicroBatch, Work, micro_batch_rows, step_orders, take
 from rllaunch.backends.megatron.build import Built
+from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.losses import CHUNK_TOKENS, vocab_parallel_logprobs
 from rllaunch.backends.megatron.regions import Reference
 from rllaunch.errors import RunError
@@ -34,7 +35,9 @@ class Steps:
         reference: of the KL term, where the loss has one.
     """
 
-    def __init__(self, context: LaunchContext, built: Built, device: str, reference: Reference | None) -> None:
+    def __init__(
+        self, context: LaunchContext, built: Built, device: str, reference: Reference | Adapters | None
+    ) -> None:
         self.config, self.built, self.device, self.reference = context.config, built, device, reference
         self.num_steps = 0
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
@@ -117,7 +120,7 @@ class Steps:
         figures[_WORST] = ((logp_bL - old_logp_bL).abs() * mask_bL).max()
         return total, {name: value.detach() for name, value in figures.items()}
 
-    def _reference_logprobs(self, work: Work, reference: Reference) -> Tensor:
+    def _reference_logprobs(self, work: Work, reference: Reference | Adapters) -> Tensor:
         """[B, L] log-probs of the frozen model; on stages without logits zeros, which nobody reads."""
         rows = torch.arange(len(work.mask_BL))
         ref_logp_BL = torch.zeros_like(work.mask_BL)

@@ -28,6 +28,7 @@ from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
+from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.pieces import Piece, pieces
 from rllaunch.backends.megatron.regions import (
     Reference,
@@ -86,9 +87,15 @@ class MegatronTrainer:
         self.built: Built = build(self.context, self.slot.device)
         self._find_regions()
         self._copies = self._host_copies()
+        reference: Reference | Adapters | None = None
         if self.context.config.algorithm.kl_loss_coef > 0:
-            self._reference = Reference(self._host_pool, self._regions["params"], is_pinned=self.slot.device != "cpu")
-        self.steps = Steps(self.context, self.built, self.slot.device, self._reference)
+            reference = self.built.adapters or self._host_reference()
+        self.steps = Steps(self.context, self.built, self.slot.device, reference)
+
+    def _host_reference(self) -> Reference:
+        is_pinned = self.slot.device != "cpu"
+        self._reference = Reference(self._host_pool, self._regions["params"], is_pinned=is_pinned)
+        return self._reference
 
     def _find_regions(self) -> None:
         built = self.built
@@ -209,7 +216,11 @@ class MegatronTrainer:
         return sent
 
     def _local(self) -> Callable[[str], Tensor]:
-        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded."""
+        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded; with adapters merged."""
+        adapters = self.built.adapters
+        return adapters.merged(self._plain(), self._gather_device()) if adapters else self._plain()
+
+    def _plain(self) -> Callable[[str], Tensor]:
         if self._regions["params"].is_resident:
             return self._resident.__getitem__
         assert self._copies is not None, "offloaded parameters have a host copy"
@@ -249,4 +260,11 @@ class MegatronTrainer:
         return pieces(built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
 
     def _facts_of_state(self) -> dict[str, str]:
-        return {"model": repr(self.built.shape), "precision": self.context.config.trainer.precision}
+        config = self.context.config
+        lora = config.algorithm
+        on = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, on {', '.join(lora.lora_target_modules)}"
+        return {
+            "model": repr(self.built.shape),
+            "precision": config.trainer.precision,
+            "adapters": on if config.has_lora else "none",
+        }

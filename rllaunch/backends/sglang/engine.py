@@ -50,11 +50,11 @@ class SglangEngine:
 
     def __init__(self, context: LaunchContext, slot: Slot) -> None:
         config = context.config
-        if config.has_lora:
+        if config.sends_adapters:
             raise ConfigError(
                 "the sglang engine takes whole weights, not LoRA adapters",
                 f"algorithm.lora_rank = {config.algorithm.lora_rank}",
-                "--lora-rank 0, or --rollout-backend embedded",
+                "--lora-rank 0, or --trainer-backend megatron, which merges them",
             )
         if slot.node != 0:
             raise ConfigError(
