@@ -280,6 +280,24 @@ def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) 
         other.load(str(tmp_path))
 
 
+def test_an_optimizer_on_the_host_is_in_the_checkpoint_and_fits_one_on_the_device(started: Any, tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"architecture": QWEN3, "model": {"architecture": QWEN3, "dtype": "bfloat16"}}
+    trainer = started(MegatronTrainer, launch(**facts, trainer={"precision": "bf16", "optimizer_cpu_offload": True}))
+    # Its step moves gradients off a GPU, and there is none here: values stand for what it would leave.
+    torch.manual_seed(5)
+    for piece in trainer._pieces(with_copies=False):
+        piece.tensor.copy_(torch.randn_like(piece.tensor))
+    want = {(p.key, p.offset): p.tensor.clone() for p in trainer._pieces(with_copies=False)}
+    assert {key.partition(": ")[2] for key, _ in want} == {"weight", "main", "exp_avg", "exp_avg_sq"}
+    trainer.save(str(tmp_path))
+    for more in ({"optimizer_cpu_offload": True}, {}):
+        other = started(MegatronTrainer, launch(**facts, trainer={"precision": "bf16", **more}))
+        other.load(str(tmp_path))
+        got = {(p.key, p.offset): p.tensor for p in other._pieces(with_copies=False)}
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[at], tensor) for at, tensor in want.items()), more
+
+
 def test_a_checkpoint_of_another_backend_is_refused(started: Any, tmp_path: Path) -> None:
     started(EmbeddedTrainer, launch(architecture=QWEN3)).save(str(tmp_path))
     with pytest.raises(RunError, match="no state of the megatron trainer"):

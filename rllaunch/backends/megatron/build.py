@@ -134,12 +134,17 @@ def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> Non
 def _make_moments(optimizer: Any) -> None:
     """Adam's moments, which would otherwise come with the first step: what is offloaded must be known before."""
     for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(wrapper.optimizer, torch.optim.AdamW):
-            for group in wrapper.optimizer.param_groups:
+        hybrid = wrapper.optimizer if hasattr(wrapper.optimizer, "sub_optimizers") else None  # some of it on the host
+        parts = hybrid.sub_optimizers if hybrid else [wrapper.optimizer]
+        adams = [part for part in parts if isinstance(part, torch.optim.AdamW)]
+        for adam in adams:
+            for group in adam.param_groups:
                 for parameter in group["params"]:
                     moments = {n: torch.zeros_like(parameter.data) for n in ("exp_avg", "exp_avg_sq")}
-                    wrapper.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-        elif wrapper.init_state_fn is not None:
+                    adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        if hybrid:
+            hybrid._sync_sub_optimizers_state_to_hdo()
+        elif not adams and wrapper.init_state_fn is not None:
             wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from rllaunch.backends.megatron.placement import Held, Placement
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import Entry
+from rllaunch.errors import RunError
 
 Pair = tuple[int, int]
 
@@ -91,7 +92,13 @@ def _shards(optimizer: Any) -> dict[Any, _Shard]:
 def _state(torch_optimizer: Any, main: Tensor, parameter: Tensor) -> dict[str, Tensor]:
     """Master and moments of a parameter; a parameter that is its own master has none."""
     state = {n: t for n, t in torch_optimizer.state[main].items() if isinstance(t, Tensor) and t.dim()}
-    if "master_param" in state:  # of the precision-aware optimizer
+    if "exp_avg" not in state:
+        raise RunError(
+            "the optimizer has no moments before its first step, so that a checkpoint of them cannot be read",
+            "[megatron] optimizer_offload_fraction",
+            "leave it out: with trainer.optimizer_cpu_offload the whole optimizer is then on the host",
+        )
+    if "master_param" in state:  # of the precision-aware optimizer, or of one on the host
         state["main"] = state.pop("master_param")
     elif main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
         state["main"] = main.data
