@@ -22,6 +22,7 @@ from stack_rig import DEEPSEEK, free_port
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
+from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.trainer import MegatronTrainer
 from rllaunch.errors import ConfigError, RunError
@@ -278,6 +279,19 @@ def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) 
     other = started(MegatronTrainer, launch(architecture={**QWEN3, "num_hidden_layers": 3}))
     with pytest.raises(RunError, match=r"does not fit this launch: model: .*num_layers=2.* there"):
         other.load(str(tmp_path))
+
+
+def test_a_state_is_written_in_several_files(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_STAGED_BYTES", 4096)
+    trainer = started(MegatronTrainer, launch(architecture=QWEN3))
+    trainer.train(make_batch(trainer.context))
+    trainer.save(str(tmp_path))
+    kept = {n: t.clone() for n, t in everything(trainer).items()}
+    sizes = [path.stat().st_size for path in (tmp_path / "state").glob("*.distcp")]
+    assert len(sizes) > 5
+    again = started(MegatronTrainer, launch(architecture=QWEN3))
+    again.load(str(tmp_path))
+    assert all(torch.equal(t, was) for t, was in zip(everything(again).values(), kept.values(), strict=True))
 
 
 def test_an_optimizer_on_the_host_is_in_the_checkpoint_and_fits_one_on_the_device(started: Any, tmp_path: Path) -> None:
