@@ -28,7 +28,11 @@ def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
 
     return [
         BackendSpec("embedded", "rllaunch.backends.embedded.trainer:EmbeddedTrainer"),
-        BackendSpec("megatron", "rllaunch.backends.megatron.trainer:MegatronTrainer"),
+        BackendSpec(
+            "megatron",
+            "rllaunch.backends.megatron.trainer:MegatronTrainer",
+            "rllaunch.backends.megatron.saver:environment_of",
+        ),
     ]
 
 

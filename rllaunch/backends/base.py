@@ -33,15 +33,26 @@ class BackendSpec:
         name: what `trainer.backend` or `rollout.backend` says.
         target: `module:Class`, imported only where it runs; empty for one that launches can name, to be
             checked and dry-run, before this version can run it.
+        environment: `module:function`, which gives the variables that its processes must be started with under a
+            config; called where the run is driven. Empty: none.
     """
 
     name: str
     target: str
+    environment: str = ""
 
     def load(self) -> Callable[..., Any]:
-        module, _, attribute = self.target.partition(":")
-        loaded: Callable[..., Any] = getattr(import_module(module), attribute)
-        return loaded
+        return _imported(self.target)
+
+    def environment_of(self, config: LaunchConfig) -> Mapping[str, str]:
+        found: Mapping[str, str] = _imported(self.environment)(config) if self.environment else {}
+        return found
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, attribute = path.partition(":")
+    loaded: Callable[..., Any] = getattr(import_module(module), attribute)
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class LaunchContext:
     Args:
         vocabulary: characters of the character tokenizer, in id order; empty with a checkpoint's tokenizer.
         max_prompt_tokens: of the longest prompt, training and evaluation together: P everywhere.
+        gpus: UUID of each slot's GPU, the same in every process whatever numbers it sees; empty on `cpu`.
     """
 
     config: LaunchConfig
@@ -74,6 +86,13 @@ class LaunchContext:
     vocabulary: str
     max_prompt_tokens: int
     num_slots: int
+    gpus: tuple[str, ...] = ()
+
+    def gpus_of(self, slot: Slot, count: int = 1) -> tuple[str, ...]:
+        """Of `count` slots from this one on; of this process's own GPU where the launch does not say."""
+        from rllaunch.backends.node_memory import gpu_of_process
+
+        return self.gpus[slot.index : slot.index + count] or (gpu_of_process(),)
 
 
 @dataclass(frozen=True)
@@ -128,13 +147,14 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flattened piece of a weight update, in shared memory (`cpu`) or behind an IPC handle (GPU).
+    """A flattened piece of a weight update, in shared memory or in the memory of every slot's GPU.
 
     Args:
-        handle: path of the shared-memory file, or the pickled IPC handle.
+        handle: path of the shared-memory file; or for each slot, in order, a pickled CUDA IPC handle that one process
+            on that slot's GPU may open once.
     """
 
-    handle: str | bytes
+    handle: str | tuple[bytes, ...]
     nbytes: int
     tensors: tuple[TensorSlice, ...]
 

@@ -233,9 +233,10 @@ def _verdict(summary: dict[str, object]) -> str:
         value = summary.get(key)
         if isinstance(value, float):
             parts.append(f"{label} {value:.3f}")
-    ratio = summary["worst_plan_ratio"]
-    assert isinstance(ratio, float), "the loop reports a ratio"
-    parts.append(
-        "memory pools as planned, to the byte" if ratio == 1.0 else f"pools off the plan by up to {abs(ratio - 1):.1%}"
-    )
+    ratios = summary["worst_plan_ratios"]
+    assert isinstance(ratios, dict), "the loop reports ratios"
+    if set(ratios.values()) == {1.0}:
+        parts.append("memory as planned, to the byte")
+    else:
+        parts.append(f"measured ÷ planned at worst {ratios['gpu']:.2f} on the GPU, {ratios['host']:.2f} on the host")
     return ", ".join(parts)

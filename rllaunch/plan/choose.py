@@ -105,7 +105,9 @@ def architecture_of(resolved: Resolved) -> Architecture:
             where,
             "set model.architecture, or give --model a directory with a config.json",
         )
-    if "vocab_size" not in facts and resolved.config.model.vocabulary:
+    # A character vocabulary decides the size where no checkpoint has one of its own.
+    has_own = "vocab_size" in facts and resolved.config.model.hf_checkpoint
+    if resolved.config.model.vocabulary and not has_own:
         facts = facts | {"vocab_size": NUM_SPECIAL + len(read_prompts(resolved.config).characters)}
     return read_architecture(facts, where)
 

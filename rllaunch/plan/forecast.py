@@ -7,12 +7,12 @@ always there is added, and the whole is held against the limits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rllaunch.errors import ConfigError
 from rllaunch.plan import constants as c
-from rllaunch.plan.handoff import BACKED_UP, TIERS, HandoffOptions, Region, Step, Tier, build_schedule
+from rllaunch.plan.handoff import TIERS, HandoffOptions, Region, Schedule, Step, Tier, build_schedule
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.plan.sizes import TRAINER_PARTS, LaunchSizes
 from rllaunch.resolve.schema import LaunchConfig
@@ -188,37 +188,51 @@ def forecast(config: LaunchConfig, options: HandoffOptions, sizes: LaunchSizes, 
         ScheduleError: no schedule exists for these options.
     """
     schedule = build_schedule(options)
-    on_gpus, on_node = [Ledger(schedule, gpu) for gpu in sizes.gpus], Ledger(schedule, sizes.node)
-    speed = _Speed(config, options, sizes)
+    memory, speed = PlannedMemory(schedule, sizes), _Speed(config, options, sizes)
     steps = []
     evaluates = bool(config.task.eval_prompt_data)
     phases: Sequence[tuple[str, Sequence[Step]]] = (
         ("init", schedule.init),
         ("cycle", list(schedule.steps(save=True, evaluate=evaluates))),
     )
-    is_built = False
     for phase, its_steps in phases:
         for step in its_steps:
-            is_built = is_built or step.name.startswith("trainer.")
-            gpu = max((ledger.apply(phase, step) for ledger in on_gpus), key=lambda priced: priced.gpu_peak)
-            node = on_node.apply(phase, step)
-            steps.append(_planned(phase, step, gpu, node, sizes, speed, is_built))
+            priced = memory.apply(phase, step)
+            gpu = {r: n for r, n in priced.gpu_fullest.items() if n}
+            host = {r: n for r, n in priced.host_fullest.items() if n}
+            steps.append(PlannedStep(phase, step.name, gpu, host, speed.seconds(step)))
     return MemoryPlan(options, tuple(steps), limits, sizes)
 
 
-def _planned(
-    phase: str, step: Step, gpu: StepBytes, node: StepBytes, sizes: LaunchSizes, speed: _Speed, is_built: bool
-) -> PlannedStep:
-    host = {region: n for region, n in node.host_fullest.items() if n}
-    if step.name == "save" and sizes.save_staging:
-        host["save_staging"] = sizes.save_staging
-    return PlannedStep(
-        phase,
-        step.name,
-        {r: n for r, n in gpu.gpu_fullest.items() if n} | dict(sizes.static_gpu),
-        host | {name: n for name, n in sizes.static_host.items() if is_built or name not in TRAINER_PARTS},
-        speed.seconds(step),
-    )
+class PlannedMemory:
+    """The bytes of a launch on Megatron and SGLang while a schedule is walked: of the fullest GPU and the fullest node.
+
+    Beside the regions it counts what is always there: contexts, processes, buffers.
+    """
+
+    def __init__(self, schedule: Schedule, sizes: LaunchSizes) -> None:
+        self._sizes = sizes
+        self._on_gpus, self._on_node = [Ledger(schedule, gpu) for gpu in sizes.gpus], Ledger(schedule, sizes.node)
+        self._is_built = False
+
+    def apply(self, phase: str, step: Step) -> StepBytes:
+        self._is_built = self._is_built or step.name.startswith("trainer.")
+        gpu = max((ledger.apply(phase, step) for ledger in self._on_gpus), key=lambda priced: priced.gpu_peak)
+        node = self._on_node.apply(phase, step)
+        on_gpu, on_node = dict(self._sizes.static_gpu), self._static_host()
+        saving = {"save_staging": self._sizes.save_staging} if step.name == "save" else {}
+        return replace(
+            gpu,
+            gpu={**gpu.gpu, **on_gpu},
+            host={**node.host, **on_node},
+            gpu_peak=gpu.gpu_peak + sum(on_gpu.values()),
+            host_peak=node.host_peak + sum((on_node | saving).values()),
+            gpu_fullest={**gpu.gpu_fullest, **on_gpu},
+            host_fullest={**node.host_fullest, **saving, **on_node},
+        )
+
+    def _static_host(self) -> dict[str, int]:
+        return {n: b for n, b in self._sizes.static_host.items() if self._is_built or n not in TRAINER_PARTS}
 
 
 class _Speed:
@@ -247,8 +261,7 @@ class _Speed:
 
     def _copy(self, action: str, region: Region) -> float:
         rate = self.link
-        is_backup = region in BACKED_UP
-        if self.options.buffers != "shared" and (not is_backup or self.options.buffers == "fresh"):
+        if self.options.buffers == "fresh":
             # Pages that are pinned for one stay cost more than what is copied into them.
             rate = min(rate, c.PIN_FRESH.value if action == "copy_out" else c.UNPIN_FRESH.value)
         return self.bytes.get(region, 0) / rate

@@ -73,7 +73,7 @@ class HandoffOptions:
     Args:
         level: what an engine releases: `kv_cache`, `weight`, both or neither.
         engine_weights: what releasing the weights does; looked at only if they are released.
-        buffers: how the trainer's host backup is held; looked at only with `offload_train`.
+        buffers: how the host copies are held, the trainer's backup and the engine's mirror.
     """
 
     order: Order = "cpu"
@@ -249,7 +249,7 @@ class _Steps:
     def weights_in(self) -> list[Step]:
         if not self.options.releases_weights:
             return []
-        mirror = [Op("copy_in", "weights"), Op("free", "weights", "host")] if self.options.has_mirror else []
+        mirror = [Op("copy_in", "weights"), *self._dropped("weights")] if self.options.has_mirror else []
         return [Step("engine.onload_weights", (Op("alloc", "weights"), *mirror))]
 
     def trainer_init(self) -> Step:
@@ -259,8 +259,7 @@ class _Steps:
     def trainer_out(self) -> list[Step]:
         if not self.options.offload_train:
             return []
-        # A retained backup is allocated at its first use and never freed; checker and planner take
-        # a second `alloc` of it for the same memory.
+        # Checker and planner take a second `alloc` of a retained copy for the same memory.
         moves = [op for r in BACKED_UP for op in (Op("alloc", r, "host"), Op("copy_out", r), Op("free", r))]
         return [Step("trainer.offload", (Op("free", "grads"), *moves))]
 
@@ -269,10 +268,12 @@ class _Steps:
             return []
         moves = []
         for region in BACKED_UP:
-            moves += [Op("alloc", region), Op("copy_in", region)]
-            if self.options.buffers != "retained":
-                moves.append(Op("free", region, "host"))
+            moves += [Op("alloc", region), Op("copy_in", region), *self._dropped(region)]
         return [Step("trainer.onload", (*moves, Op("alloc", "grads")))]
+
+    def _dropped(self, region: Region) -> list[Op]:
+        """The end of a host copy; a retained one is allocated at its first use and never freed."""
+        return [] if self.options.buffers == "retained" else [Op("free", region, "host")]
 
     def clear_memory(self) -> Step:
         return Step("trainer.clear_memory", (Op("free", "grads"), Op("empty_cache")))
@@ -318,11 +319,15 @@ class _State:
     saved_version: int | None = None
     health: bool = True
 
-    def snapshot(self) -> tuple[object, ...]:
-        """What must be the same at the start and at the end of a cycle."""
+    def snapshot(self, *, has_retained: bool) -> tuple[object, ...]:
+        """What must be the same at the start and at the end of a cycle.
+
+        Args:
+            has_retained: host copies stay from their first use on, which may be in the first cycle.
+        """
         return (
             frozenset(self.gpu),
-            frozenset(self.host),
+            frozenset() if has_retained else frozenset(self.host),
             frozenset(self.gpu_valid),
             self.health,
             self.weights_version == self.params_version,
@@ -347,7 +352,7 @@ def check(schedule: Schedule) -> list[str]:
             walk.run("init", schedule.init)
             walk.start_cycle("init", None)
             for cycle in (1, 2):
-                before = walk.state.snapshot()
+                before = walk.snapshot()
                 version = walk.state.params_version
                 walk.run(f"cycle {cycle}", list(schedule.steps(save=save, evaluate=evaluate)))
                 walk.start_cycle(f"cycle {cycle}", before)
@@ -388,8 +393,11 @@ class _Walk:
             self.fail(f"the engine ends without {', '.join(missing)} on the GPU")
         if self.state.weights_version != self.state.params_version:
             self.fail("the engine ends with weights of another version than the trainer's")
-        if before is not None and self.state.snapshot() != before:
+        if before is not None and self.snapshot() != before:
             self.fail("the cycle does not end in the state it began in")
+
+    def snapshot(self) -> tuple[object, ...]:
+        return self.state.snapshot(has_retained=self.options.buffers == "retained")
 
     def expect_work(self, phase: str, version: int, *, save: bool, evaluate: bool) -> None:
         """A cycle generates with the old weights, trains once, saves and evaluates the new ones."""
@@ -423,7 +431,7 @@ class _Walk:
         valid = state.gpu_valid if op.tier == "gpu" else state.host_valid
         match op.action:
             case "alloc":
-                kept = op.tier == "host" and region in BACKED_UP and self.options.buffers == "retained"
+                kept = op.tier == "host" and self.options.buffers == "retained"
                 if region in on and not kept:
                     self.fail(f"{region} is allocated twice on the {op.tier}")
                 if region == "kv_cache" and "update_bucket" in state.gpu:

@@ -94,7 +94,8 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
     ranks = _stage_of_each_rank(config, len(stages))
     nodes = [ranks[i : i + per_node] for i in range(0, len(ranks), per_node)]
     engine_gpu = engine.regions()
-    bucket: dict[Region, int] = {"update_bucket": config.handoff.update_weight_buffer_size}
+    # One is filled while the engine reads the other.
+    bucket: dict[Region, int] = {"update_bucket": 2 * config.handoff.update_weight_buffer_size}
     gpus = tuple(dict(regions) | engine_gpu | bucket for regions in _undominated([s.regions for s in stages]))
     kept = [_backup(config, s) for s in stages]
 

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 PeakDevice = Literal["cpu", "gpu", "auto"]
 TrainBuffers = Literal["retained", "fresh", "shared", "auto"]
+OffloadBackend = Literal["arena", "torch_memory_saver"]
 EngineWeights = Literal["mirror", "discard", "auto"]
 RegionName = Literal[
     "weights", "kv_cache", "cuda_graph", "params", "optimizer", "grads", "activations", "update_bucket"
@@ -102,13 +103,19 @@ class Handoff(Section):
     colocate_memory_peak_device: Annotated[PeakDevice, Flag("--colocate-memory-peak-device")] = "cpu"
     """Where the engine's weights and the trainer's state may coexist while they change places."""
     offload_train_buffers: Annotated[TrainBuffers, Flag("--offload-train-buffers")] = "auto"
-    """How the trainer's host backup is held: `retained` for the whole run, `fresh` at each offload, or in one
-    arena `shared` with the mirror."""
+    """How host copies are held: `retained` for the whole run, `fresh` at each offload, or in one arena `shared` by
+    the trainer's backup and the engine's mirror."""
+    trainer_offload_backend: Annotated[OffloadBackend, Flag("--trainer-offload-backend")] = "arena"
+    """What moves the trainer's state: `arena`, pinned memory of our own, or `torch_memory_saver`, which keeps the
+    addresses of tensors and is slower unless its buffers are retained."""
     engine_weights: Annotated[EngineWeights, Flag("--engine-weights")] = "auto"
     """What releasing the engine's weights does: copy them to the host (`mirror`), or drop them (`discard`)
     because the next update rewrites them."""
     update_weight_buffer_size: Annotated[int, Flag("--update-weight-buffer-size")] = Field(default=512 * 2**20, ge=1)
-    """Largest bucket of a weight update, in bytes."""
+    """Largest bucket of a weight update, in bytes. On GPUs there are two: one is filled while the other is read."""
+    check_weight_update_equal: Annotated[bool, Flag("--check-weight-update-equal")] = False
+    """Overwrite the engines' weights before the first update, and compare all engines' checksums after every one.
+    Without it only the first update is compared, with what the engines loaded by themselves."""
     train_memory_margin_bytes: Annotated[int, Flag("--train-memory-margin-bytes")] = Field(default=1 * 2**30, ge=0)
     """GPU memory the trainer leaves free, in bytes."""
     memory_headroom: Annotated[float, Flag("--memory-headroom")] = Field(default=0.05, ge=0, lt=1)

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot, StepResult, TrainBatch
@@ -23,7 +24,7 @@ from rllaunch.plan.handoff import Region, Schedule
 from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.data import Prompt
-from rllaunch.run.loop import Loop, Progress, Watcher
+from rllaunch.run.loop import Loop, Planned, Progress, Watcher
 from rllaunch.run.record import RunDirectory
 from rllaunch.run.signals import install_handlers, interruptible, quiet_signals
 from rllaunch.run.steps import run_steps, timed
@@ -46,6 +47,7 @@ class RunInputs:
     max_prompt_tokens: int
     environment: Mapping[str, str]
     resume: bool
+    plan: Planned | None = None
 
 
 def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable[[str], None]) -> Progress:
@@ -64,6 +66,7 @@ def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable
             record,
             watcher,
             inputs.config.cluster.num_gpus_per_node or 1,
+            inputs.plan,
         )
         record.open(workers.first_rollout)
         with told():
@@ -200,6 +203,7 @@ class ManagerActor:
                 getattr(self.manager, step.removeprefix("engine."))()
             return self.manager.memory(), report
 
+        self.manager.memory()  # a peak belongs to the step in which it was
         results, error = run_steps(steps, one)
         # No samples, no training: the ranks may have been told already what comes next.
         return (batch if error is None else None), (results, error)
@@ -239,26 +243,29 @@ def _start(
     started.append(group)
     on_gpu = "GPU" in bundle_of(config)
     slots = [Slot(index, index // per_node, "cuda" if on_gpu else "cpu", ledgers) for index in range(config.world_size)]
-    context = LaunchContext(config, inputs.schedule.options, inputs.vocabulary, inputs.max_prompt_tokens, len(slots))
 
-    def at(bundle: int) -> dict[str, Any]:
+    def at(bundle: int, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         # Both sides of a slot share its GPU, so each asks for less than half of it.
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         share = {"num_gpus": 0.4} if on_gpu else {}
-        return {"scheduling_strategy": strategy, "num_cpus": 0.4, **share}
+        more = {"runtime_env": {"env_vars": {**_environment(inputs), **environment}}} if environment else {}
+        return {"scheduling_strategy": strategy, "num_cpus": 0.4, **share, **more}
 
     say(f"starting {len(slots)} trainer rank{'s' if len(slots) > 1 else ''} and the rollout engines")
     manager = ray.remote(ManagerActor).options(**at(bundles[0])).remote()
     started.append(manager)
+    environment = inputs.trainer.environment_of(config)
+    ranks = [ray.remote(TrainerRank).options(**at(bundle, environment)).remote() for bundle in bundles]
+    started += ranks
     task = (inputs.prompts, inputs.eval_prompts, config.task.reward)
     log = str((record.path / "rollout.log").absolute())
-    waiting = [manager.start.remote(log, context, slots, inputs.rollout.target, *task)]
-    ranks = []
-    for slot, bundle in zip(slots, bundles, strict=True):
-        ranks.append(ray.remote(TrainerRank).options(**at(bundle)).remote())
-        started.append(ranks[-1])
-        waiting.append(ranks[-1].build.remote(context, slot, inputs.trainer.target))
     with told():
+        gpus = tuple(ray.get([rank.gpu.remote() for rank in ranks])) if on_gpu else ()
+        made = (inputs.schedule.options, inputs.vocabulary, inputs.max_prompt_tokens, len(slots), gpus)
+        context = LaunchContext(config, *made)
+        waiting = [manager.start.remote(log, context, slots, inputs.rollout.target, *task)]
+        for rank, slot in zip(ranks, slots, strict=True):
+            waiting.append(rank.build.remote(context, slot, inputs.trainer.target))
         ray.get(waiting)
         if not ray.get(ranks[0].sees.remote(str(record.config_file.absolute()))):
             raise EnvironmentProblem(
@@ -271,6 +278,10 @@ def _start(
         at_checkpoint = workers.checkpoint.name if workers.checkpoint else "the beginning (no checkpoint was saved)"
         say(f"resuming from {at_checkpoint}")
     return workers
+
+
+def _environment(inputs: RunInputs) -> dict[str, str]:
+    return {**inputs.environment, "PYTHONPATH": _python_path()}
 
 
 @contextlib.contextmanager
@@ -289,7 +300,7 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
         "namespace": f"rllaunch-{uuid.uuid4().hex[:12]}",
         "log_to_driver": False,
         "logging_level": "ERROR",
-        "runtime_env": {"env_vars": {**inputs.environment, "PYTHONPATH": _python_path()}},
+        "runtime_env": {"env_vars": _environment(inputs)},
     }
     say("starting Ray on this machine" if local else f"joining the Ray cluster at {address}")
     try:

@@ -72,6 +72,12 @@ def calls_of(steps: Iterable[Step]) -> list[list[Step]]:
     return calls
 
 
+class Planned(Protocol):
+    """What each step was planned to hold, asked in the order the steps run."""
+
+    def apply(self, phase: str, step: Step) -> StepBytes: ...
+
+
 class Watcher(Protocol):
     """Who shows the run while it goes."""
 
@@ -88,6 +94,8 @@ class Progress:
     version: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     worst_plan_ratio: float = 1.0
+    worst_ratios: dict[str, float] = field(default_factory=lambda: {"gpu": 1.0, "host": 1.0})
+    """Of measured to planned bytes, the one furthest from 1 on each tier."""
 
 
 class Loop:
@@ -95,6 +103,7 @@ class Loop:
 
     Args:
         slots_per_node: engines and ranks that share one host.
+        plan: what the steps are held against; without one the books of the embedded backend's pools.
     """
 
     def __init__(
@@ -105,6 +114,7 @@ class Loop:
         record: RunDirectory,
         watcher: Watcher,
         slots_per_node: int,
+        plan: Planned | None = None,
     ) -> None:
         self.config = config
         self.schedule = schedule
@@ -112,7 +122,7 @@ class Loop:
         self.record = record
         self.watcher = watcher
         self.progress = Progress()
-        self.plan = Ledger(
+        self.plan = plan or Ledger(
             schedule,
             workers.region_bytes(),
             static_gpu=config.pools.device_static_bytes,
@@ -244,8 +254,13 @@ class Loop:
         }
         for what in ("gpu_bytes", "host_bytes", "gpu_peak_bytes", "host_peak_bytes"):
             measured, expected = row[what], row[f"planned_{what}"]
-            if expected and abs(measured / expected - 1) > abs(self.progress.worst_plan_ratio - 1):
-                self.progress.worst_plan_ratio = measured / expected
+            if not expected:
+                continue
+            ratio, tier, progress = measured / expected, what.partition("_")[0], self.progress
+            if abs(ratio - 1) > abs(progress.worst_plan_ratio - 1):
+                progress.worst_plan_ratio = ratio
+            if abs(ratio - 1) > abs(progress.worst_ratios[tier] - 1):
+                progress.worst_ratios[tier] = ratio
         return row
 
 

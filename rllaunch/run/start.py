@@ -9,7 +9,10 @@ from typing import Any
 
 from rllaunch.backends.base import BackendSpec
 from rllaunch.errors import ConfigError, RllaunchError
+from rllaunch.plan.choose import architecture_of
+from rllaunch.plan.forecast import PlannedMemory
 from rllaunch.plan.handoff import Schedule
+from rllaunch.plan.sizes import sizes_of
 from rllaunch.plugins import Plugins
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
@@ -94,6 +97,7 @@ def start(
         max_prompt_tokens=longest,
         environment=environment,
         resume=resume,
+        plan=_plan(resolved, schedule),
     )
     known = len(plugins.problems)
     record.observers = [(info.label, observer) for info, observer in plugins.observers(config, run_dir)]
@@ -106,6 +110,7 @@ def start(
             "status": "finished",
             "rollouts": progress.next_rollout,
             "worst_plan_ratio": progress.worst_plan_ratio,
+            "worst_plan_ratios": progress.worst_ratios,
             **{k: v for k, v in progress.metrics.items() if k not in ("rollout_id", "seconds")},
         }
     except KeyboardInterrupt:
@@ -116,6 +121,17 @@ def start(
         raise
     finally:
         record.close(summary)
+
+
+def _plan(resolved: Resolved, schedule: Schedule) -> PlannedMemory | None:
+    """What memory that is read from the driver is held against; the embedded backend keeps books of its own."""
+    config = resolved.config
+    if config.hardware.accelerator == "cpu" or "embedded" in (config.trainer.backend, config.rollout.backend):
+        return None
+    try:
+        return PlannedMemory(schedule, sizes_of(config, architecture_of(resolved)))
+    except ConfigError:
+        return None  # what cannot be planned is said by the doctor
 
 
 def _same_vocabulary(record: RunDirectory, vocabulary: str) -> None:

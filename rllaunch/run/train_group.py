@@ -23,6 +23,7 @@ from rllaunch.backends.base import (
     TrainerBackend,
     fullest,
 )
+from rllaunch.backends.node_memory import gpu_of_process
 from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
 from rllaunch.run.steps import run_steps
@@ -65,6 +66,10 @@ class TrainerRank:
     def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
 
+    def gpu(self) -> str:
+        """UUID of this rank's GPU."""
+        return gpu_of_process()
+
     def sees(self, path: str) -> bool:
         """Whether a file of the driver's is on this node too: checkpoints are written from here."""
         return Path(path).exists()
@@ -106,6 +111,7 @@ class TrainerRank:
                 getattr(self.backend, step.removeprefix("trainer."))()
             return self.backend.memory(), report
 
+        self.backend.memory()  # a peak belongs to the step in which it was
         results, error = run_steps(steps, one)
         self._is_well = error is None
         return results, error
@@ -121,6 +127,7 @@ class TrainerRank:
         if not self._is_well or any(error is not None for _, error in others):
             return [], None
         sink = ManagerSink(manager, before)
+        self.backend.memory()
         started = time.perf_counter()
         try:
             sent = self.backend.update_weights(version, sink)

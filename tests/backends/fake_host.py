@@ -31,6 +31,7 @@ class FakeHost:
         self.resident = set(TAGS)
         self.is_updating = False
         self.content: dict[str, int] = {}
+        self.updates, self.is_garbled = 0, False
         # What SGLang's ranks are: processes below this one.
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         usage = {"weight": 0.5, "kvcache": 2.0, "graph": {"decode": 0.25, "target_verify": 0.0}}
@@ -59,13 +60,21 @@ class FakeHost:
     def load_bucket(self, bucket: Bucket, tensors: Sequence[TensorSlice]) -> None:
         if bucket.handle == "refused":
             host._require("a bucket", (False, "no room"))
+        self.is_garbled = bucket.handle == "garbled"
         self.content |= {t.name: t.offset for t in tensors}
 
     def end_weight_update(self) -> None:
         self.is_updating = False
+        self.updates += 1
 
     def checksums(self) -> list[dict[str, str]]:
-        return [{name: str(value) for name, value in self.content.items()}]
+        """The first update brings what was loaded, as a trainer's does."""
+        if self.is_garbled:
+            return [{"lm_head": "other"}]
+        return [{n: str(v) for n, v in self.content.items()} if self.updates > 1 else {"lm_head": "as loaded"}]
+
+    def overwrite(self) -> None:
+        self.is_garbled = True
 
     def fail(self, kind: str) -> None:
         if kind == "ours":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -202,31 +204,26 @@ def test_adapters_that_the_trainer_merges_are_no_concern_of_the_engine(tmp_path:
     SglangEngine(context, Slot(0, 0, "cpu", str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("slot", "per_node", "per_engine", "visible", "expected"),
-    [
-        (0, 1, 1, "", {}),
-        (0, 1, 1, "3", {}),  # what the actor was given, its engine has too
-        (5, 8, 1, "0", {"CUDA_VISIBLE_DEVICES": "5"}),
-        (4, 8, 4, "0", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}),
-    ],
-)
-def test_an_engine_has_the_gpus_of_its_slots(
-    slot: int,
-    per_node: int,
-    per_engine: int,
-    visible: str,
-    expected: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+@pytest.mark.parametrize(("slot", "per_engine", "expected"), [(0, 1, "GPU-a"), (3, 1, "GPU-d"), (2, 2, "GPU-c,GPU-d")])
+def test_an_engine_has_the_gpus_of_its_slots(slot: int, per_engine: int, expected: str):
+    """By UUID: the numbers in this process's CUDA_VISIBLE_DEVICES are its own."""
     context = make_context(
-        cluster={"num_gpus_per_node": per_node}, rollout={"rollout_num_gpus_per_engine": per_engine}, num_slots=per_node
+        cluster={"num_gpus_per_node": 4}, rollout={"rollout_num_gpus_per_engine": per_engine}, num_slots=4
     )
+    context = replace(context, gpus=("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
     engine = SglangEngine(context, Slot(slot, 0, "cuda", ""))
-    assert engine._environment() == expected
-    numbers = ",".join(map(str, engine._gpu_numbers()))  # NVML's, for the readings
-    assert numbers == expected.get("CUDA_VISIBLE_DEVICES", visible or "0")
+    assert engine._environment()["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "buffers", "expected"),
+    [("mirror", "retained", "1"), ("mirror", "fresh", "0"), ("discard", "retained", "0")],
+)
+def test_a_retained_mirror_is_pinned_once(weights: Any, buffers: Any, expected: str):
+    engine = SglangEngine(
+        make_context("grpo", HandoffOptions(engine_weights=weights, buffers=buffers)), Slot(0, 0, "cuda", "")
+    )
+    assert engine._environment()["TMS_RETAIN_CPU_BACKUP"] == expected
 
 
 def test_engines_of_several_gpus_are_one_for_each_group_of_slots():

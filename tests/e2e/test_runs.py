@@ -31,7 +31,7 @@ def test_a_run_leaves_what_the_readme_says(train: Callable[..., Any]):
     assert ["eval_exact_match" in row for row in run.metrics] == [False, True, False, True]
     assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["rollout_000001", "rollout_000003"]
     assert "finished 4 rollouts" in run.err
-    assert "memory pools as planned, to the byte" in run.err
+    assert "memory as planned, to the byte" in run.err
 
 
 def test_events_are_the_schedule_step_by_step(train: Callable[..., Any]):
@@ -128,7 +128,7 @@ def test_every_algorithm_runs_in_cpu_order_with_its_memory_as_planned(
     run = train("--num-rollout", "3", *words)
     assert run.code == 0, run.err
     assert len(run.metrics) == 3
-    assert "memory pools as planned, to the byte" in run.err
+    assert "memory as planned, to the byte" in run.err
     if "ppo" in words:
         assert all("value_loss" in row for row in run.metrics)
 

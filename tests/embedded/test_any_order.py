@@ -86,7 +86,8 @@ class AnyOrder(RuleBasedStateMachine):
     def onload_weights(self) -> None:
         self.rig.manager.onload_weights()
         self.engine |= {"weights"}
-        self.host -= {"weights"}
+        if self.options.buffers == "fresh":
+            self.host -= {"weights"}
 
     @rule()
     def update(self) -> None:

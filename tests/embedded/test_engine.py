@@ -29,7 +29,7 @@ from rllaunch.backends.embedded.layout import checksum
 from rllaunch.backends.embedded.model import build_model
 from rllaunch.backends.embedded.tokenizer import EOS_ID, PAD_ID
 from rllaunch.errors import RunError
-from rllaunch.plan.handoff import ENGINE_REGIONS, HandoffOptions
+from rllaunch.plan.handoff import ENGINE_REGIONS, Buffers, HandoffOptions
 from rllaunch.run.rehearsal import shrink
 
 ARCHITECTURES = {"qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": QWEN3_MOE}
@@ -359,13 +359,14 @@ def test_discarded_weights_have_no_version_until_the_next_update(tmp_path: Path)
         engine.generate(request_of("12", version=0))
 
 
-def test_mirrored_weights_come_back_without_an_update(tmp_path: Path):
-    engine = started_engine(tmp_path, options=HandoffOptions(engine_weights="mirror"))
+@pytest.mark.parametrize("buffers", ["fresh", "retained"])
+def test_mirrored_weights_come_back_without_an_update(tmp_path: Path, buffers: Buffers):
+    engine = started_engine(tmp_path, options=HandoffOptions(engine_weights="mirror", buffers=buffers))
     before, checksum_before = engine.generate(request_of(*TEXTS)), engine.weights_checksum()
     engine.release_memory_occupation(["weights"])
     assert engine.memory().host_bytes == engine.region_bytes()["weights"]
     engine.resume_memory_occupation(["weights"])
-    assert engine.memory().host_bytes == 0
+    assert engine.memory().host_bytes == (engine.region_bytes()["weights"] if buffers == "retained" else 0)
     assert engine.weights_checksum() == checksum_before
     after = engine.generate(request_of(*TEXTS))
     np.testing.assert_array_equal(before.logprob_BL, after.logprob_BL)

@@ -122,7 +122,8 @@ class EmbeddedEngine:
         if options.buffers == "shared" and options.offload_train:
             arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)
             return ArenaCopies(arena, self._owner, sizes)
-        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=False, is_pinned=pinned)
+        is_retained = options.buffers == "retained"
+        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=is_retained, is_pinned=pinned)
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.base import Slot
+from rllaunch.backends.embedded.pinned import allocate_pinned, pin, release_pinned
 from rllaunch.backends.embedded.pool import FlatBuffer, Pool
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.errors import RunError
@@ -51,14 +52,20 @@ class _Moving:
     _moved_bytes = 0
 
     def _to_host(self, host_bytes: Tensor, device_bytes: DeviceBytes) -> None:
-        for host, device in _side_by_side(host_bytes, device_bytes):
-            host.copy_(device)
-            self._moved_bytes += device.numel()
+        self._copy((host, device) for host, device in _side_by_side(host_bytes, device_bytes))
 
     def _to_device(self, device_bytes: DeviceBytes, host_bytes: Tensor) -> None:
-        for host, device in _side_by_side(host_bytes, device_bytes):
-            device.copy_(host)
-            self._moved_bytes += device.numel()
+        self._copy((device, host) for host, device in _side_by_side(host_bytes, device_bytes))
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy each second into its first; all are there on return. On a GPU one after the other without a pause."""
+        streams = set()
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+            self._moved_bytes += target.numel()
+            streams |= {torch.cuda.current_stream(t.device) for t in (target, source) if t.is_cuda}
+        for stream in streams:
+            stream.synchronize()
 
     def take_moved(self) -> int:
         moved, self._moved_bytes = self._moved_bytes, 0
@@ -212,7 +219,7 @@ class Arena:
         if file is None or not self._path.exists():
             file = SharedFile(self._path, self._PAGE_BYTES + self.nbytes)
             if self._is_pinned:
-                _pin(file.bytes)
+                pin(file.bytes)
             _MAPPED[self._path] = file
         return file
 
@@ -226,6 +233,18 @@ class Arena:
             marker = _Marker(**json.loads(text)) if text else _Marker()
             yield marker
             page[:] = memoryview(json.dumps(asdict(marker)).encode().ljust(self._PAGE_BYTES, b"\0"))
+
+
+def lies_in_arena(slot: Slot, owner: str, region: Region) -> bool:
+    """Whether `region` of `owner` lies whole in a slot's arena; for who uses no arena itself."""
+    path = Path(slot.ledger_dir) / f"arena-{slot.index}.bin"
+    try:
+        with path.open("rb") as file:
+            text = file.read(Arena._PAGE_BYTES).rstrip(b"\0")
+    except FileNotFoundError:
+        return False
+    marker = _Marker(**json.loads(text)) if text else _Marker()
+    return marker.holder == owner and region in marker.whole
 
 
 class ArenaCopies(_Moving):
@@ -261,8 +280,7 @@ class ArenaCopies(_Moving):
 class _PinnedBuffer(FlatBuffer):
     """A page-locked host buffer, which a GPU copies to and from at the speed of its link.
 
-    Allocated anew each time: nothing keeps a view of a host copy, and what is pinned stays so until
-    torch's own cache of pinned blocks is emptied.
+    Allocated anew each time, since nothing keeps a view of a host copy.
     """
 
     def allocate(self) -> None:
@@ -270,27 +288,16 @@ class _PinnedBuffer(FlatBuffer):
             raise RunError(f"{self.owner}: {self.region} is allocated twice")
         self.pool.charge(self.owner, self.region, self.nbytes)
         try:
-            self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as err:
+            self._bytes = allocate_pinned(self.nbytes)
+        except RunError as err:
             self.pool.release(self.owner, self.region)
-            raise RunError(f"{self.owner}: cannot pin {self.nbytes:,} bytes for {self.region}: {err}") from err
+            raise RunError(f"{self.owner}: {self.region}: {err.what}", err.where, err.fix) from err
         self.is_resident = True
 
     def free(self) -> None:
         if not self.is_resident:
             raise RunError(f"{self.owner}: {self.region} is released twice")
+        release_pinned(self.bytes)
         self._bytes = None
         self.is_resident = False
-        torch._C._host_emptyCache()
         self.pool.release(self.owner, self.region)
-
-
-def _pin(host_bytes: Tensor) -> None:
-    """Page-lock memory that torch did not allocate, for this process.
-
-    Raises:
-        RunError: the driver refuses.
-    """
-    status = torch.cuda.cudart().cudaHostRegister(host_bytes.data_ptr(), host_bytes.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise RunError(f"cannot pin {host_bytes.numel():,} bytes of the shared arena: CUDA error {int(status)}")

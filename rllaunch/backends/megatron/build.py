@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
+from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext, RankInfo
 from rllaunch.backends.embedded.model import model_config
@@ -28,6 +30,8 @@ from rllaunch.resolve.schema import LaunchConfig
 
 # Rank 0 sends an update piece by piece while the others wait for their turn.
 _TIMEOUT = timedelta(minutes=15)
+# Elements between the beginnings of two tensors divide by this: kernels read 16 bytes at a time.
+_ALIGNMENT = 16
 _log = logging.getLogger(__name__)
 
 
@@ -117,12 +121,13 @@ def build(context: LaunchContext, device: str) -> Built:
     adapters = None
     if config.has_lora:
         adapters, placement = freeze_and_adapt(context, model, placement)
+        _lay_together([p for p in model.parameters() if not p.requires_grad])  # Megatron-core does with those it trains
     ddp = DistributedDataParallel(configs.transformer, configs.ddp, model)
     configs.transformer.finalize_model_grads_func = _sum_gradients
     # 0 clips nothing here, and Megatron-core then gives no norm either.
     clipping = replace(configs.optimizer, clip_grad=configs.optimizer.clip_grad or math.inf)
     optimizer = get_megatron_optimizer(clipping, [ddp], use_gloo_process_groups=on_cpu)
-    _make_moments(optimizer)
+    make_state(optimizer)
     return Built(shape, configs, ddp, optimizer, placement, adapters)
 
 
@@ -131,8 +136,42 @@ def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> Non
     finalize_model_grads(model, None, **more)
 
 
+def make_state(optimizer: Any) -> None:
+    """Adam's state, as a few large pieces of memory.
+
+    The moments would otherwise come with the first step, and what is offloaded must be known before; each tensor in a
+    piece of its own would cost a call of the driver at every onload.
+    """
+    for one in torch_optimizers(optimizer):
+        _lay_together([p for group in one.param_groups for p in group["params"]])
+    _make_moments(optimizer)
+    for one in torch_optimizers(optimizer):
+        states = [one.state[p] for group in one.param_groups for p in group["params"]]
+        for name in ("exp_avg", "exp_avg_sq"):
+            _lay_together([state[name] for state in states if isinstance(state.get(name), Tensor)])
+
+
+def _lay_together(tensors: Sequence[Tensor]) -> None:
+    """Move tensors that have their memory for themselves into one piece for each type and device."""
+    alone: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
+            alone.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for (dtype, device), found in alone.items():
+        flat = torch.zeros(sum(map(_padded_numel, found)), dtype=dtype, device=device)
+        offset = 0
+        for tensor in found:
+            place = flat[offset : offset + tensor.numel()].view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensor.data = place
+            offset += _padded_numel(tensor)
+
+
+def _padded_numel(tensor: Tensor) -> int:
+    return -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
 def _make_moments(optimizer: Any) -> None:
-    """Adam's moments, which would otherwise come with the first step: what is offloaded must be known before."""
     for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
         hybrid = wrapper.optimizer if hasattr(wrapper.optimizer, "sub_optimizers") else None  # some of it on the host
         parts = hybrid.sub_optimizers if hybrid else [wrapper.optimizer]

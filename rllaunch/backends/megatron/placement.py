@@ -30,9 +30,15 @@ class Held:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the shards of one entry come from: global ranks in the order of the shards."""
+    """Where the shards of one entry come from, in the order of the shards.
+
+    Args:
+        ranks: of each shard the lowest global rank that holds it.
+        holders: all of them.
+    """
 
     ranks: tuple[int, ...]
+    holders: tuple[frozenset[int], ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -109,7 +115,7 @@ class Placement:
         """
         rank = dist.get_rank()
         for index, (entry, source) in enumerate(zip(self.entries, self._all_sources(), strict=True)):
-            if entry.is_copy or entry.is_adapter:
+            if not entry.is_sent:
                 continue
             shards = []
             for sender in source.ranks:
@@ -126,6 +132,36 @@ class Placement:
                 whole = unshard(entry, shards)
                 yield from zip(entry.sources, from_megatron(entry, whole, self.shape), strict=True)
 
+    def spread(self, local_of: TensorOf, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the checkpoint, one after the other, on every rank.
+
+        Every rank must exhaust it at the same moment. A tensor may still lie in pinned host memory where this rank
+        holds it whole there; all others are on `device`, made on the current stream.
+
+        Args:
+            local_of: this rank's tensor of a name of `held`: the parameter, or its host copy.
+        """
+        rank, everyone = dist.get_rank(), frozenset(range(dist.get_world_size()))
+        for index, (entry, source) in enumerate(zip(self.entries, self._all_sources(), strict=True)):
+            if not entry.is_sent:
+                continue
+            shards = []
+            for sender, holders in zip(source.ranks, source.holders, strict=True):
+                if rank in holders:
+                    mine = local_of(self.held[index].name).detach()
+                if holders == everyone:
+                    # Rows of q, k and v lie between each other: on the host they would be copied at its speed.
+                    shards.append(mine.to(device, non_blocking=True) if entry.form == "qkv" else mine)
+                    continue
+                if rank == sender:
+                    shared = mine.to(device, non_blocking=True).contiguous()
+                else:
+                    shared = torch.empty(source.shape, dtype=source.dtype, device=device)
+                dist.broadcast(shared, sender)
+                shards.append(shared)
+            whole = unshard(entry, shards)
+            yield from zip(entry.sources, from_megatron(entry, whole, self.shape), strict=True)
+
     def _all_sources(self) -> list[_Source]:
         if self._sources is None:
             mine = {i: (held.shard, held.shape, self._tensors[held.name].dtype) for i, held in self.held.items()}
@@ -137,17 +173,18 @@ class Placement:
 
 def _source(entry: Entry, index: int, everyone: list[Mapping[int, Any]]) -> _Source:
     """Of every shard the lowest rank that holds it; data-parallel ranks hold the same."""
-    by_shard: dict[int, int] = {}
+    by_shard: dict[int, list[int]] = {}
     shape: tuple[int, ...] = ()
     dtype = torch.float32
     for rank, held in enumerate(everyone):
         if index in held:
             number, shape, dtype = held[index]
-            by_shard.setdefault(number, rank)
+            by_shard.setdefault(number, []).append(rank)
     if not entry.is_copy:
         assert sorted(by_shard) == list(range(len(by_shard))), f"some rank holds every shard of {entry.names[0]}"
         assert by_shard, f"some rank holds {entry.names[0]}"
-    return _Source(tuple(by_shard[n] for n in sorted(by_shard)), shape, dtype)
+    holders = [by_shard[number] for number in sorted(by_shard)]
+    return _Source(tuple(ranks[0] for ranks in holders), tuple(map(frozenset, holders)), shape, dtype)
 
 
 def _local_experts(shape: ModelShape) -> dict[int, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rllaunch.backends.base import TensorSlice
 from rllaunch.backends.embedded.layout import dtype_name
+from rllaunch.backends.embedded.pinned import allocate_pinned, release_pinned
 from rllaunch.backends.embedded.pool import Pool
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
@@ -75,27 +76,35 @@ class StorageRegion:
             FitError: the pool is too small.
             RunError: it is allocated already, or the machine has no memory left.
         """
-        if self.is_resident:
-            raise RunError(f"{self.owner}: {self.region} is allocated twice")
-        self._pool.charge(self.owner, self.region, self.nbytes)
+        self.enter()
         try:
             for flat, size in zip(self._flat, self._sizes, strict=True):
                 flat.untyped_storage().resize_(size)
         except RuntimeError as err:  # torch.OutOfMemoryError is one
             self._drop()
-            self._pool.release(self.owner, self.region)
+            self.leave()
             raise RunError(f"{self.owner}: the machine refuses {self.nbytes:,} bytes of {self.region}: {err}") from err
-        self.is_resident = True
 
     def free(self) -> None:
         """
         Raises:
             RunError: it is free already.
         """
+        self.leave()
+        self._drop()
+
+    def enter(self) -> None:
+        """In the books only: somebody else brings the memory back, with all addresses as they were."""
+        if self.is_resident:
+            raise RunError(f"{self.owner}: {self.region} is allocated twice")
+        self._pool.charge(self.owner, self.region, self.nbytes)
+        self.is_resident = True
+
+    def leave(self) -> None:
+        """The counterpart of `enter`."""
         if not self.is_resident:
             raise RunError(f"{self.owner}: {self.region} is released twice")
         self.is_resident = False
-        self._drop()
         self._pool.release(self.owner, self.region)
 
     def _drop(self) -> None:
@@ -121,7 +130,8 @@ class Reference:
     def __init__(self, host_pool: Pool, params: StorageRegion, *, is_pinned: bool) -> None:
         self._pool, self._params = host_pool, params
         host_pool.charge(params.owner, "reference", params.nbytes)
-        self._host = torch.empty(params.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._is_pinned = is_pinned
+        self._host = allocate_pinned(params.nbytes) if is_pinned else torch.empty(params.nbytes, dtype=torch.uint8)
         for offset, piece in params.pieces():
             self._host[offset : offset + piece.numel()].copy_(piece)
 
@@ -143,6 +153,8 @@ class Reference:
                 theirs.copy_(kept)
 
     def shutdown(self) -> None:
+        if self._is_pinned:
+            release_pinned(self._host)
         self._pool.release(self._params.owner, "reference")
 
 

@@ -28,6 +28,7 @@ from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
+from rllaunch.backends.megatron.ipc import IpcSender
 from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.pieces import Piece, pieces
 from rllaunch.backends.megatron.regions import (
@@ -37,9 +38,11 @@ from rllaunch.backends.megatron.regions import (
     optimizer_tensors,
     parameter_tensors,
 )
+from rllaunch.backends.megatron.saver import SavedState
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
 from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes
+from rllaunch.backends.node_memory import GpuMemory
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.architecture import read_architecture
 from rllaunch.plan.handoff import BACKED_UP, Region
@@ -60,13 +63,18 @@ class MegatronTrainer:
         # Megatron-core wants it so that sends and computation of a layer start in the order they were queued.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self.context, self.slot = context, slot
+        self._is_cuda = slot.device.startswith("cuda")
         self._owner = f"trainer-{slot.index}"
         self._device_pool, self._host_pool = open_pools(context, slot)
         self._facts = model_config(context).to_dict()
         self._bucket_bytes = bucket_bytes(context, read_shape(self._facts))
         self._sender = BucketSender(Path(slot.ledger_dir) / f"update-{slot.index}.bin", self._bucket_bytes)
+        # An engine in a process of its own reads GPU memory of ours; the embedded one reads a file.
+        self._uses_ipc = self._is_cuda and context.config.rollout.backend != "embedded"
+        self._gpu: GpuMemory | None = None
         self._regions: dict[Region, StorageRegion] = {}
         self._copies: HostCopies | None = None
+        self._saved: SavedState | None = None
         self._reference: Reference | None = None
         self._where: dict[str, TensorSlice] = {}
         self._resident: dict[str, Tensor] = {}
@@ -84,9 +92,14 @@ class MegatronTrainer:
 
     def init(self, rank: RankInfo) -> None:
         start_processes(self.context.config, rank, self.slot.device)
+        if self._is_cuda:
+            self._gpu = GpuMemory(self.context.gpus_of(self.slot))
         self.built: Built = build(self.context, self.slot.device)
         self._find_regions()
-        self._copies = self._host_copies()
+        if self._is_cuda and self.context.config.handoff.trainer_offload_backend == "torch_memory_saver":
+            self._saved = self._saved_state()
+        else:
+            self._copies = self._host_copies()
         reference: Reference | Adapters | None = None
         if self.context.config.algorithm.kl_loss_coef > 0:
             reference = self.built.adapters or self._host_reference()
@@ -113,6 +126,12 @@ class MegatronTrainer:
     def _region(self, region: Region, tensors: Iterable[Tensor]) -> StorageRegion:
         return StorageRegion(self._device_pool, self._owner, region, tensors)
 
+    def _saved_state(self) -> SavedState | None:
+        options = self.context.options
+        if not options.offload_train:
+            return None
+        return SavedState([self._regions[r] for r in BACKED_UP], is_retained=options.buffers == "retained")
+
     def _host_copies(self) -> HostCopies | None:
         options = self.context.options
         if not options.offload_train:
@@ -126,31 +145,49 @@ class MegatronTrainer:
                     ["handoff.offload_train_buffers = shared", "rollout.backend = embedded"],
                     "use --offload-train-buffers fresh",
                 )
-            arena = Arena(self.slot, self._host_pool, sum(sizes.values()), is_pinned=is_pinned)
+            nbytes = max(sum(sizes.values()), self._mirror_bytes())
+            arena = Arena(self.slot, self._host_pool, nbytes, is_pinned=is_pinned)
             return ArenaCopies(arena, self._owner, sizes)
         is_retained = options.buffers == "retained"
         return OwnCopies(self._host_pool, self._owner, sizes, is_retained=is_retained, is_pinned=is_pinned)
 
+    def _mirror_bytes(self) -> int:
+        """What the arena must hold of the slot's engine: its weights as planned, and a bit."""
+        if not self.context.options.has_mirror:
+            return 0
+        architecture = read_architecture(self._facts, "model.architecture")
+        return sizes_of(self.context.config, architecture).gpu["weights"] * 11 // 10
+
     # -- handoff -----------------------------------------------------------------------------------
 
     def offload(self) -> None:
-        if self._copies is None or not self._regions["params"].is_resident:
+        if not self._offloads or not self._regions["params"].is_resident:
             return
         if self._regions["grads"].is_resident:
             self._regions["grads"].free()
-        for region in BACKED_UP:
-            self._copies.store(region, self._regions[region].pieces())
-            self._regions[region].free()
+        if self._saved is not None:
+            self._saved.pause()
+        elif self._copies is not None:
+            for region in BACKED_UP:
+                self._copies.store(region, self._regions[region].pieces())
+                self._regions[region].free()
         self._return_to_driver()
 
     def onload(self) -> None:
-        if self._copies is None or self._regions["params"].is_resident:
+        if not self._offloads or self._regions["params"].is_resident:
             return
-        for region in BACKED_UP:
-            self._regions[region].allocate()
-            self._copies.restore(region, self._regions[region].pieces())
+        if self._saved is not None:
+            self._saved.resume()
+        elif self._copies is not None:
+            for region in BACKED_UP:
+                self._regions[region].allocate()
+                self._copies.restore(region, self._regions[region].pieces())
         if not self._regions["grads"].is_resident:
             self._regions["grads"].allocate()
+
+    @property
+    def _offloads(self) -> bool:
+        return self._saved is not None or self._copies is not None
 
     def clear_memory(self) -> None:
         if self._regions["grads"].is_resident:
@@ -159,11 +196,14 @@ class MegatronTrainer:
 
     def _return_to_driver(self) -> None:
         """The slot's engine is another process: the caching allocator must hand freed memory over."""
-        if self.slot.device.startswith("cuda"):
+        if self._is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def memory(self) -> MemoryReading:
+        if self._gpu is not None:
+            holder = self._saved or self._copies
+            return self._gpu.reading(holder.take_moved() if holder is not None else 0)
         return read_memory(self._device_pool, self._host_pool, self._copies)
 
     def shutdown(self) -> None:
@@ -175,6 +215,8 @@ class MegatronTrainer:
         if self._reference is not None:
             self._reference.shutdown()
         self._sender.close()
+        if self._gpu is not None:
+            self._gpu.stop()
         stop_processes()
 
     # -- training ----------------------------------------------------------------------------------
@@ -192,7 +234,12 @@ class MegatronTrainer:
         config = self.built.configs.transformer
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         work = make_work(batch, self.context.config, self.slot.device, multiple=multiple)
-        return TrainMetrics(self.steps.train(work, batch.rollout_id))
+        figures = self.steps.train(work, batch.rollout_id)
+        if self._is_cuda and self._offloads:
+            # What is left of the activations is nobody's: the handoff would return it in a moment.
+            del work
+            torch.cuda.empty_cache()
+        return TrainMetrics(figures)
 
     def _require(self, region: Region, what: str) -> None:
         if not self._regions[region].is_resident:
@@ -201,7 +248,9 @@ class MegatronTrainer:
     # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(self, version: int, sink: WeightSink) -> int:
-        named = self.built.placement.gather(self._local(), self._gather_device())
+        if self._uses_ipc:
+            return self._update_over_ipc(version, sink)
+        named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
         if dist.get_rank() != 0:
             for _ in named:
                 raise AssertionError("only rank 0 gathers")
@@ -215,14 +264,33 @@ class MegatronTrainer:
             self._device_pool.release(self._owner, "update_bucket")
         return sent
 
-    def _local(self) -> Callable[[str], Tensor]:
-        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded; with adapters merged."""
+    def _update_over_ipc(self, version: int, sink: WeightSink) -> int:
+        is_first = dist.get_rank() == 0
+        if is_first:
+            sink.begin_weight_update(version)
+        # The engines' weights are back only now: no rank may fill its GPU before.
+        dist.barrier()
+        named = self.built.placement.spread(self._local(self.slot.device), self.slot.device)
+        wanted = as_engine_wants(named, self.context, self.built.shape)
+        sent = IpcSender(self.slot.device, self._bucket_bytes).send(wanted, sink if is_first else None)
+        if is_first:
+            sink.end_weight_update(version)
+        return sent if is_first else 0
+
+    def _local(self, device: str) -> Callable[[str], Tensor]:
+        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded.
+
+        Args:
+            device: where adapters are merged, if there are any.
+        """
         adapters = self.built.adapters
-        return adapters.merged(self._plain(), self._gather_device()) if adapters else self._plain()
+        return adapters.merged(self._plain(), device) if adapters else self._plain()
 
     def _plain(self) -> Callable[[str], Tensor]:
         if self._regions["params"].is_resident:
             return self._resident.__getitem__
+        if (saved := self._saved) is not None:
+            return lambda name: saved.host_copy(self._resident[name]) if name in self._where else self._resident[name]
         assert self._copies is not None, "offloaded parameters have a host copy"
         host_bytes = self._copies.read("params")
 
@@ -245,7 +313,7 @@ class MegatronTrainer:
             self._require(region, "save")
         state = self._pieces(with_copies=False)
         checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
-        named = self.built.placement.gather(self._local(), self._gather_device())
+        named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
         checkpoint.export(named, self.context, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:

@@ -17,7 +17,7 @@ from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import entries, stack_experts
 from rllaunch.plan.architecture import read_architecture
 
-_ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 64
 
 
 def as_engine_wants(
@@ -47,7 +47,7 @@ def bucket_bytes(context: LaunchContext, shape: ModelShape) -> int:
     asked = max(context.config.handoff.update_weight_buffer_size, largest * itemsize)
     facts = model_config(context).to_dict()
     names = sum(len(entry.sources) for entry in entries(shape))
-    whole = read_architecture(facts, "model.architecture").num_parameters * itemsize + names * _ALIGNMENT_BYTES
+    whole = read_architecture(facts, "model.architecture").num_parameters * itemsize + names * ALIGNMENT_BYTES
     return min(asked, whole)
 
 
@@ -73,7 +73,7 @@ class BucketSender:
         sent = 0
         filling = _Filling()
         for name, tensor in named:
-            offset = -(-filling.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            offset = -(-filling.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             if filling.tensors and offset + tensor.nbytes > self._limit:
                 sent += self._flush(filling, sink)
                 filling, offset = _Filling(), 0

@@ -45,6 +45,10 @@ class Entry:
     is_copy: bool = False
     is_adapter: bool = False
 
+    @property
+    def is_sent(self) -> bool:
+        return not (self.is_copy or self.is_adapter)
+
 
 def entries(shape: ModelShape) -> list[Entry]:
     """All parameters of the model in the order of its checkpoint; the same on every rank."""

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
+from rllaunch.backends.embedded.host_copies import lies_in_arena
 from rllaunch.backends.embedded.pool import Pool, open_pools
 from rllaunch.backends.embedded.sizes import read_memory
+from rllaunch.backends.node_memory import GpuMemory
+from rllaunch.backends.sglang import guest
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, write_checkpoint
-from rllaunch.backends.sglang.memory import GpuMemory
 from rllaunch.backends.sglang.options import decided, find_ports, given, preferred
 from rllaunch.backends.sglang.process import EngineProcess
 from rllaunch.backends.sglang.state import EngineState
@@ -73,6 +75,7 @@ class SglangEngine:
         self._gpus: GpuMemory | None = None
         self._pools: tuple[Pool, Pool] | None = None
         self._sizes: dict[Region, int] = {}
+        self._loaded: Sequence[Mapping[str, str]] | None = None
 
     @property
     def version(self) -> int | None:
@@ -99,8 +102,15 @@ class SglangEngine:
             )
             self._process.watch(ranks)
             self._sizes = self._sizes_of(usage, sum((tensors or {}).values()))
+            self._loaded = self._call("checksums") if self._is_comparable else None
             self._open_books()
         self._drop_weight_files()
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Whether the trainer's first update is to give exactly what the engine loads by itself."""
+        is_plain = self.context.config.rollout.dtype in ("float32", "bfloat16")
+        return is_plain and "quantization_config" not in self.context.config.model.architecture
 
     def _write_checkpoint(self) -> str:
         """A model without a checkpoint has the trainer's random weights, in a directory that ends with the engine."""
@@ -114,21 +124,28 @@ class SglangEngine:
             file.unlink()
 
     def _environment(self) -> dict[str, str]:
-        """GPUs of the engine: consecutive ones of the node from its slot on, as the slots are counted."""
-        num_gpus = self.context.config.cluster.num_gpus_per_node or 1
         if self.slot.device == "cpu":
             return {"OMP_NUM_THREADS": str(self.context.config.run.torch_num_threads)}
-        if num_gpus == 1:
-            return {}  # what this process was given is the one
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpu_numbers()))}
+        shown = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpu_ids)} if all(self._gpu_ids) else {}
+        if self._shares_arena:
+            return shown | guest.environment_of(self._slots)
+        keeps = self.context.options.has_mirror and self.context.options.buffers == "retained"
+        # torch_memory_saver then pins the mirror's pages once and not at every release.
+        return shown | {"TMS_RETAIN_CPU_BACKUP": str(int(keeps))}
 
-    def _gpu_numbers(self) -> Sequence[int]:
-        num_gpus = self.context.config.cluster.num_gpus_per_node or 1
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        if num_gpus == 1 and visible.isdecimal():
-            return [int(visible)]
-        first = self.slot.index % num_gpus
-        return range(first, first + self.context.config.rollout.rollout_num_gpus_per_engine)
+    @property
+    def _shares_arena(self) -> bool:
+        options = self.context.options
+        return self.slot.device != "cpu" and options.has_mirror and options.buffers == "shared"
+
+    @property
+    def _slots(self) -> list[Slot]:
+        count = self.context.config.rollout.rollout_num_gpus_per_engine
+        return [replace(self.slot, index=self.slot.index + offset) for offset in range(count)]
+
+    @property
+    def _gpu_ids(self) -> tuple[str, ...]:
+        return self.context.gpus_of(self.slot, self.context.config.rollout.rollout_num_gpus_per_engine)
 
     def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:
         """SGLang's own figures, to a MiB; on `cpu` it takes the weights' from free memory, where others live."""
@@ -143,7 +160,7 @@ class SglangEngine:
 
     def _open_books(self) -> None:
         if self.slot.device != "cpu":
-            self._gpus = GpuMemory(self._gpu_numbers())
+            self._gpus = GpuMemory(self._gpu_ids)
             return
         self._pools = open_pools(self.context, self.slot)
         for region, nbytes in self._sizes.items():
@@ -187,6 +204,19 @@ class SglangEngine:
         with self._lock, self.state.releasing(tags) as wanted:
             if wanted:
                 self._call("release", wanted)
+            if "weights" in wanted and self._shares_arena:
+                self._require_mirror()
+
+    def _require_mirror(self) -> None:
+        """A guest that SGLang did not take in would leave weights released and nowhere kept."""
+        for slot in self._slots:
+            if not lies_in_arena(slot, guest.owner_of(slot), "weights"):
+                raise RunError(
+                    f"{self._owner}: SGLang released its weights and left no copy in the arena of slot {slot.index}",
+                    "handoff.offload_train_buffers = shared, handoff.engine_weights = mirror",
+                    "install rllaunch with pip where SGLang runs, so that SGLang finds its plugin; or use "
+                    "--offload-train-buffers fresh",
+                )
 
     def resume_memory_occupation(self, tags: Sequence[Region]) -> None:
         with self._lock, self.state.resuming(tags) as wanted:
@@ -198,16 +228,29 @@ class SglangEngine:
     def begin_weight_update(self, version: int) -> None:
         with self._lock, self.state.beginning(version):
             self._names.begin()
+            if version == 0 and self.context.config.handoff.check_weight_update_equal:
+                self._call("overwrite")
             self._call("begin_weight_update")
 
     def load_bucket(self, bucket: Bucket) -> None:
         with self._lock, self.state.loading():
-            self._call("load_bucket", bucket, self._names.take(bucket.tensors))
+            self._call("load_bucket", self._of_own_gpus(bucket), self._names.take(bucket.tensors))
+
+    def _of_own_gpus(self, bucket: Bucket) -> Bucket:
+        """With the handles of this engine's slots only: one a rank."""
+        if isinstance(bucket.handle, str):
+            return bucket
+        first, size = self.slot.index, self.context.config.rollout.rollout_num_gpus_per_engine
+        return replace(bucket, handle=bucket.handle[first : first + size])
 
     def end_weight_update(self, version: int) -> None:
         with self._lock, self.state.ending(version):
             self._names.end(version, is_whole=self._must_be_whole or self.state.has_lost_weights)
             self._call("end_weight_update")
+            if version == 0 and self._loaded is not None:
+                # The trainer starts from the same weights; a run that resumes begins with a later version.
+                require_equal(self._owner, self._loaded, self._call("checksums"))
+            self._loaded = None
 
     def weights_checksum(self) -> str:
         """Equal for engines of the same layout that hold the same weights. SGLang fuses tensors and cuts them between
@@ -254,6 +297,26 @@ def one_checksum(ranks: Sequence[Mapping[str, str]]) -> str:
         for name in sorted(sums):
             digest.update(f"{index}\0{name}\0{sums[name]}\n".encode())
     return digest.hexdigest()
+
+
+def require_equal(owner: str, loaded: Sequence[Mapping[str, str]], updated: Sequence[Mapping[str, str]]) -> None:
+    """
+    Raises:
+        RunError: an update brought other weights than the engine had loaded; with the tensors' names.
+    """
+    different = [
+        name
+        for before, after in zip(loaded, updated, strict=True)
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+    if different:
+        raise RunError(
+            f"{owner}: {len(different)} tensors of the first update differ from what SGLang loaded by itself: "
+            f"{', '.join(different[:3])}",
+            "trainer and engine start from the same weights, so the first update should change nothing",
+            "give both the same checkpoint; if they have it, the trainer sends a layer otherwise than SGLang reads it",
+        )
 
 
 def to_arrays(

@@ -101,14 +101,21 @@ class Host:
 
     def checksums(self) -> list[dict[str, str]]:
         """Of each rank: name of a tensor as the engine has it → its checksum."""
+        answer = self._check_weights("checksum")
+        _require("to sum its weights", answer)
+        return [dict(rank["checksums"]) for rank in answer[2]]
+
+    def overwrite(self) -> None:
+        """Random numbers in place of every weight, so that only an update that writes them all brings them back."""
+        _require("to overwrite its weights", self._check_weights("reset_tensors"))
+
+    def _check_weights(self, action: str) -> Any:
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         engine = self.engine
-        answer = engine.loop.run_until_complete(
-            engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+        return engine.loop.run_until_complete(
+            engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action), None)
         )
-        _require("to sum its weights", answer)
-        return [dict(rank["checksums"]) for rank in answer[2]]
 
     def shutdown(self) -> None:
         if engine := self.__dict__.pop("engine", None):

@@ -66,7 +66,8 @@ def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range) -
         # Engines that drew the same numbers would give a prompt's samples twice.
         "random_seed": (config.run.seed * 1009 + slot.index) % 2**31,
         "enable_memory_saver": options.offload_rollout and slot.device != "cpu",
-        "enable_weights_cpu_backup": options.has_mirror and slot.device != "cpu",
+        # A shared mirror is copied by our guest in SGLang's processes.
+        "enable_weights_cpu_backup": options.has_mirror and options.buffers != "shared" and slot.device != "cpu",
         "skip_tokenizer_init": True,
         "port": ports[0],
         "nccl_port": ports[1],

@@ -120,10 +120,13 @@ class Payloads:
             shape = torch.Size(tensor.shape)
             end = tensor.offset + size
             metadata.append(FlattenedTensorMetadata(tensor.name, shape, dtype_of(tensor), tensor.offset, end, size))
-        flat: Any = self._in_shared_memory(bucket) if isinstance(bucket.handle, str) else relay(bucket.handle)
-        # Once a rank: what a tensor in shared memory is pickled to can be opened once.
-        content = {"flattened_tensor": flat, "metadata": metadata}
-        return [bytes(ForkingPickler.dumps(content)) for _ in range(self._num_ranks)]
+        flats: list[Any]
+        if isinstance(bucket.handle, str):
+            # Once a rank: what a tensor in shared memory is pickled to can be opened once.
+            flats = [self._in_shared_memory(bucket)] * self._num_ranks
+        else:
+            flats = [relay(handle) for handle in bucket.handle]
+        return [bytes(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": metadata})) for flat in flats]
 
     def _in_shared_memory(self, bucket: Bucket) -> Tensor:
         assert isinstance(bucket.handle, str), "the handle is a path"

@@ -1,0 +1,118 @@
+"""Bytes in use on GPUs and on their node, whoever holds them: what a backend with real memory reports."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rllaunch.backends.base import MemoryReading
+
+# NVML answers in about a millisecond; a handoff moves tens of GiB a second.
+SAMPLE_SECONDS = 0.02
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class GpuMemory:
+    """NVML's reading of some GPUs, sampled between two readings for the peak.
+
+    Args:
+        gpus: UUIDs (`GPU-…`), or NVML's numbers of them.
+    """
+
+    def __init__(self, gpus: Sequence[str | int]) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml: Any = pynvml
+        self._handles = [self._handle(gpu) for gpu in gpus]
+        self._lock = threading.Lock()
+        self._peak = self._now()
+        self._stop = threading.Event()
+        threading.Thread(target=self._sample, name="gpu-memory", daemon=True).start()
+
+    def _handle(self, gpu: str | int) -> Any:
+        if isinstance(gpu, str):
+            return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
+        return self._nvml.nvmlDeviceGetHandleByIndex(gpu)
+
+    def _now(self) -> tuple[int, int]:
+        gpu = max(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
+        return gpu, node_bytes()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self._raise(self._now())
+
+    def _raise(self, now: tuple[int, int]) -> None:
+        with self._lock:
+            self._peak = max(self._peak[0], now[0]), max(self._peak[1], now[1])
+
+    def reading(self, moved_bytes: int = 0) -> MemoryReading:
+        """Now, and the most since the last reading."""
+        now = self._now()
+        self._raise(now)
+        with self._lock:
+            peak, self._peak = self._peak, now
+        return MemoryReading(now[0], now[1], peak[0], peak[1], moved_bytes)
+
+    def of_processes(self, pids: Sequence[int]) -> int | None:
+        """Bytes that these processes hold on the fullest of the GPUs; None where NVML does not tell."""
+        totals = []
+        for handle in self._handles:
+            try:
+                running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except self._nvml.NVMLError:
+                return None
+            held = [p.usedGpuMemory for p in running if p.pid in pids]
+            if any(amount is None for amount in held):
+                return None
+            totals.append(sum(map(int, held)))
+        return max(totals, default=None)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def node_bytes() -> int:
+    """Host RAM in use: of the container where there is one, else of the machine.
+
+    Pinned and shared memory count; files that are merely cached do not, the kernel drops them for who needs memory.
+    """
+    try:
+        current = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        return current - max(0, int(stat["file"]) - int(stat["shmem"]))
+    except (OSError, ValueError, KeyError):
+        memory = psutil.virtual_memory()
+        return int(memory.total - memory.available)
+
+
+def host_bytes_of(pids: Sequence[int]) -> int:
+    """Host RAM of these processes, what they share with others in parts (PSS); slow where much is pinned."""
+    total = 0
+    for pid in pids:
+        try:
+            total += int(psutil.Process(pid).memory_full_info().pss)
+        except (psutil.Error, AttributeError):
+            continue
+    return total
+
+
+def gpu_of_process(environ: Mapping[str, str] = os.environ) -> str:
+    """UUID of the first GPU this process may use; empty where there is none or nothing says."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        visible = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+        if visible.startswith("GPU-"):
+            return visible
+        found = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(visible or "0")))
+        return found if isinstance(found, str) else found.decode()
+    except (ValueError, pynvml.NVMLError):
+        return ""
