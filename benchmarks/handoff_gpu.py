@@ -334,15 +334,18 @@ class Bench:
         def config_only(context: LaunchContext, directory: Path) -> None:
             from rllaunch.backends.embedded.model import model_config
 
-            model_config(context).save_pretrained(directory)
+            config = model_config(context)
+            config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
+            config.save_pretrained(directory)
 
         module.write_checkpoint = config_only
-        kinds = {cell.engine: cell for cell in sorted(self.wanted, key=lambda cell: cell.buffers != "shared")}
+        kinds = {cell.engine: cell for cell in sorted(self.wanted, key=lambda cell: cell.engine != "mirror shared")}
         started = time.perf_counter()
         for index, (kind, cell) in enumerate(kinds.items()):
             # Numbers keep their ports apart; all are on the one GPU, and the first mirrors in the arena of slot 0.
             context = replace(self.context(cell), num_slots=NUM_ENGINES, gpus=(gpu_of_process(),) * NUM_ENGINES)
             self.engines[kind] = module.SglangEngine(context, replace(slot, index=index))
+        module.ids_of(context)  # transformers is imported here, before several threads want to
         with ThreadPoolExecutor(len(kinds)) as threads:
             list(threads.map(lambda engine: engine.start(), self.engines.values()))
         say(f"{self.size}: {len(kinds)} engines up in {time.perf_counter() - started:.0f} s")
@@ -369,6 +372,8 @@ class Bench:
         for _ in range(cycles):
             seconds = {}
             for step in steps:
+                if step == "update_weights":
+                    time.sleep(self.asked.settle)
                 started = time.perf_counter()
                 self.step(step, engine, trainer)
                 seconds[step] = time.perf_counter() - started
@@ -479,6 +484,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="cells whose name contains this text")
     parser.add_argument("--sglang", action="append", default=[], help="KEY=VALUE for SGLang")
     parser.add_argument("--bucket-gib", type=float, default=0.5)
+    parser.add_argument("--settle", type=float, default=0.0, help="seconds to wait, unmeasured, before an update")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trainer", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -46,8 +46,10 @@ def rules_page() -> str:
         "# Rules",
         "",
         "What `rllaunch doctor` and `rllaunch train` check, written by `make docs`. `RL3xx` look at the configuration",
-        "(exit code 3), `RL5xx` at the machine and the cluster (exit code 5). `--allow CODE` turns an overridable",
-        "error into a warning. A plugin brings rules of its own with `rllaunch_rules`.",
+        "(exit code 3), `RL4xx` at GPUs, their driver and the packages that use them, `RL5xx` at the rest of the",
+        "machine and the cluster (both exit code 5; `--no-probe` and `--dry-run` leave them out). `--allow CODE` turns",
+        "an overridable error into a warning. Rules that run a program on the GPU do so only with",
+        "`rllaunch doctor --gpu-test`. A plugin brings rules of its own with `rllaunch_rules`.",
         "",
         "| code | rule | why | can be allowed |",
         "|---|---|---|---|",
@@ -62,7 +64,8 @@ def rules_page() -> str:
     lines += [f"| {code} | {name} | | |" for code, name in sorted(others.items())]
     for rule in builtin_rules():
         reason = " ".join(rule.reason.split()).replace("|", "\\|")
-        lines.append(f"| {rule.code} | {rule.name} | {reason} | {'yes' if rule.overridable else ''} |")
+        name = f"{rule.name} (`--gpu-test`)" if rule.tests_gpu else rule.name
+        lines.append(f"| {rule.code} | {name} | {reason} | {'yes' if rule.overridable else ''} |")
     return "\n".join(lines) + "\n"
 
 

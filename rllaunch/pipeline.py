@@ -55,11 +55,12 @@ class Launch:
             raise ScheduleError("the handoff schedule is not safe", problems, "report this: the builder is wrong")
         return schedule
 
-    def findings(self, *, probe: bool) -> list[Finding]:
+    def findings(self, *, probe: bool, gpu_test: bool = False) -> list[Finding]:
         """All findings: plugins and profiles that cannot be used, then every rule's."""
         rules = self.plugins.rules()
         backends = [f for side in ("trainer", "rollout") for f in self._backend_findings(side, probe)]
-        found = [*plugin_findings(self.plugins), *backends, *diagnose(self.resolved, rules, probe=probe)]
+        found = [*plugin_findings(self.plugins), *backends]
+        found += diagnose(self.resolved, rules, probe=probe, gpu_test=gpu_test)
         return sorted(found, key=lambda f: (RANK[f.level], f.code))
 
     def task_findings(self) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""From rewards to advantages: group-relative (GRPO, Dr. GRPO), GAE, and whitening.
+"""From rewards to advantages: group-relative (GRPO, Dr. GRPO), GAE (PPO), and whitening.
 
 Masks are 1 (or True) at real response tokens. What stands outside a mask is never read into a result,
 so padding may hold anything, NaN included, and comes back as 0.
@@ -95,6 +95,21 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lamb
             next_value_B = value_BT[:, t]
             advantage_BT[:, t] = next_advantage_B
         return advantage_BT, advantage_BT + value_BT
+
+
+def outcome_advantages(
+    reward_B: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lambd: float, *, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """`gae` where a response is rewarded as a whole, with its last real token: advantages and returns, [B, T] each.
+
+    Args:
+        normalize: whiten the advantages over all of the mask; the returns stay in the reward's unit.
+    """
+    reward_BT = torch.zeros_like(value_BT)
+    last_B = (mask_BT.bool().sum(1) - 1).clamp(min=0)
+    reward_BT[torch.arange(len(reward_B), device=reward_B.device), last_B] = reward_B.to(value_BT.dtype)
+    advantage_BT, return_BT = gae(reward_BT, value_BT, mask_BT, gamma, lambd)
+    return (whiten(advantage_BT, mask_BT) if normalize else advantage_BT), return_BT
 
 
 class Moments(NamedTuple):

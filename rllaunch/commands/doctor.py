@@ -9,6 +9,7 @@ import typer
 from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import exit_code, render
+from rllaunch.errors import UsageError
 from rllaunch.pipeline import launch
 
 app = command_app()
@@ -19,14 +20,19 @@ def doctor(
     ctx: typer.Context,
     json: Annotated[bool, typer.Option("--json", help="ok and findings as JSON.")] = False,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Look at this machine and the cluster too.")] = True,
+    gpu_test: Annotated[
+        bool, typer.Option("--gpu-test", help="Run the tests that need a GPU too (seconds to minutes).")
+    ] = False,
 ) -> None:
     """Would it run? Every finding at once.
 
     Exit code: 0 it would; 3 the configuration is invalid; 4 it does not fit; 5 the machine or the
     cluster lacks something.
     """
+    if gpu_test and not probe:
+        raise UsageError("--gpu-test and --no-probe exclude each other", fix="leave one of them out")
     made = launch(request_of(ctx)).decided()
-    findings = made.findings(probe=probe) + (made.task_findings() if probe else [])
+    findings = made.findings(probe=probe, gpu_test=gpu_test) + (made.task_findings() if probe else [])
     errors = [f for f in findings if f.level == "error"]
     if json:
         console.data_json({"ok": not errors, "findings": [f.to_json() for f in findings]})

@@ -32,16 +32,17 @@ def builtin_rules() -> list[Rule]:
     return sorted(chain.from_iterable(family.RULES for family in FAMILIES), key=lambda rule: rule.code)
 
 
-def diagnose(resolved: Resolved, rules: Sequence[Rule], *, probe: bool) -> list[Finding]:
+def diagnose(resolved: Resolved, rules: Sequence[Rule], *, probe: bool, gpu_test: bool = False) -> list[Finding]:
     """Every finding about a launch: errors, warnings, infos, each by code.
 
     Args:
         probe: also run the rules that look at this machine.
+        gpu_test: of these also the ones that run programs on its GPUs.
     """
     distinct, findings = _distinct(rules)
     allowed = set(resolved.config.run.allow)
     for rule in distinct:
-        if probe or not rule.probes:
+        if (probe or not rule.probes) and (gpu_test or not rule.tests_gpu):
             found = _run(rule, resolved)
             findings += _demoted(found, resolved) if rule.overridable and rule.code in allowed else found
     findings += _misused_allow(resolved, distinct)

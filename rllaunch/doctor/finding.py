@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_OK
@@ -29,10 +29,15 @@ class Finding:
 
     @property
     def exit_code(self) -> int:
-        """RL2xx: does not fit · RL5xx: environment · all others: the configuration."""
+        """RL2xx: does not fit · RL4xx and RL5xx: environment · all others: the configuration."""
         if self.level != "error":
             return EXIT_OK
-        return {"2": EXIT_DOES_NOT_FIT, "5": EXIT_ENVIRONMENT}.get(self.code[2:3], EXIT_CONFIG)
+        family = {"2": EXIT_DOES_NOT_FIT, "4": EXIT_ENVIRONMENT, "5": EXIT_ENVIRONMENT}
+        return family.get(self.code[2:3], EXIT_CONFIG)
+
+    def with_origin(self, line: str) -> Finding:
+        """The same with a line before its origins; with an empty one as it is."""
+        return replace(self, origins=(line, *self.origins)) if line else self
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,10 +60,12 @@ class Rule:
     makes it true does not hold.
 
     Args:
-        code: `RL3xx` for the configuration, `RL5xx` for the environment; unique over all plugins.
+        code: `RL3xx` for the configuration, `RL4xx` for GPUs and what drives them, `RL5xx` for the rest of the
+            environment; unique over all plugins.
         name: a few words, as `rllaunch doctor --rules` lists them.
         reason: why breaking it hurts, with the source of that knowledge.
         probes: reads the machine (GPUs, Ray, disk, imports); skipped by `--no-probe` and `--dry-run`.
+        tests_gpu: runs a program on the GPU, which takes seconds; only with `rllaunch doctor --gpu-test`.
         overridable: `--allow CODE` turns its errors into warnings.
         plugin: who brought it; filled in on registration.
     """
@@ -68,6 +75,7 @@ class Rule:
     reason: str
     check: Check
     probes: bool = False
+    tests_gpu: bool = False
     overridable: bool = False
     plugin: str = field(default="rllaunch", compare=False)
 

@@ -235,24 +235,36 @@ class _Trainer:
 
     def _stage(self, index: int, layers: range) -> Stage:
         dense, expert = self._parameters(index, layers)
-        copies = 2 if self.config.has_critic else 1
         trained_dense, trained_expert = self._trained(index, layers, dense, expert)
-        shard = math.ceil(trained_dense / self.dense_owners) + math.ceil(trained_expert / self.expert_owners)
-        held, trained = dense + expert, trained_dense + trained_expert
-        params = held * (4 if self.config.model.dtype == "float32" else 2)
+        shard = self._owned(trained_dense, trained_expert)
+        actor, trained = dense + expert, trained_dense + trained_expert
+        element = 4 if self.config.model.dtype == "float32" else 2
+        actor_bytes = actor * element
         if self.config.has_lora:
-            held, params = held + trained, params + trained * 4  # adapters are float32 beside any weights
-        gradient = self._gradient_bytes()
+            actor, actor_bytes = actor + trained, actor_bytes + trained * 4  # adapters are float32 beside any weights
+        critic_dense = critic_expert = 0
+        if self.config.has_critic:
+            critic_dense, critic_expert = self._parameters(index, layers, is_critic=True)
+        critic, critic_shard = critic_dense + critic_expert, self._owned(critic_dense, critic_expert)
+        state = shard * self.state_bytes() + critic_shard * self.state_bytes(is_critic=True)
+        gradients = trained * self._gradient_bytes() + critic * self._gradient_bytes(is_critic=True)
         regions: dict[Region, int] = {
-            "params": params * copies,
-            "optimizer": int(shard * self._state_bytes()) * copies,
-            "grads": trained * gradient * copies,
+            "params": actor_bytes + critic * element,
+            "optimizer": int(state * (1 - self.offloaded_fraction)),
+            "grads": gradients,
             "activations": self._transient(index, layers, shard),
         }
-        return Stage(layers, held * copies, shard * copies, params, regions)
+        return Stage(layers, actor + critic, shard + critic_shard, actor_bytes, regions)
 
-    def _parameters(self, index: int, layers: range) -> tuple[int, int]:
-        """(dense, routed experts') parameters of a rank of this stage."""
+    def _owned(self, dense: int, expert: int) -> int:
+        """Parameters whose optimizer state one rank holds, of those it shares with its data-parallel ranks."""
+        return math.ceil(dense / self.dense_owners) + math.ceil(expert / self.expert_owners)
+
+    def _parameters(self, index: int, layers: range, *, is_critic: bool = False) -> tuple[int, int]:
+        """(dense, routed experts') parameters of a rank of this stage, of the policy or of the critic.
+
+        A critic has one row for a head, counted as wide as the rest, and no layers that predict further tokens.
+        """
         dense = expert = 0
         for layer, count in kinds_of(self.arch, layers):
             d, e = _cut(layer.weights, self.tp, self.ep, self.etp)
@@ -261,7 +273,10 @@ class _Trainer:
         outside: list[Weight] = []
         if index == 0:
             outside += self.arch.embedding
-        if index == self.pp - 1:
+        if index == self.pp - 1 and is_critic:
+            outside += [w for w in self.arch.head if w.split != "vocab"]
+            dense += self.arch.hidden_size
+        elif index == self.pp - 1:
             outside += self.arch.head
             if self.arch.tied and self.pp > 1:
                 outside += self.arch.embedding  # the last stage has a copy of the tied embedding
@@ -298,14 +313,10 @@ class _Trainer:
         targets = self.config.algorithm.lora_target_modules
         return "all-linear" in targets or any(part in targets for part in weight.name.split("."))
 
-    def _gradient_bytes(self) -> int:
-        if _megatron(self.config, "grad_reduce_in_bf16", False) and not self.config.has_lora:
+    def _gradient_bytes(self, *, is_critic: bool = False) -> int:
+        if _megatron(self.config, "grad_reduce_in_bf16", False) and (is_critic or not self.config.has_lora):
             return 2
         return 4
-
-    def _state_bytes(self) -> float:
-        """Optimizer bytes on the GPU for each parameter of a rank's shard."""
-        return self.state_bytes() * (1 - self.offloaded_fraction)
 
     @property
     def offloaded_fraction(self) -> float:
@@ -343,9 +354,9 @@ class _Trainer:
             asked, taken = asked + a * count, taken + t * count
         return taken / asked if asked else 1.0
 
-    def state_bytes(self) -> int:
-        """Masters and Adam's moments of one parameter, in bytes."""
-        if self.config.model.dtype == "float32" or self.config.has_lora:
+    def state_bytes(self, *, is_critic: bool = False) -> int:
+        """Masters and Adam's moments of one parameter that is trained, in bytes."""
+        if self.config.model.dtype == "float32" or (self.config.has_lora and not is_critic):
             return 8  # float32 parameters are their own masters
         moments = sum(_DTYPE_BYTES.get(str(_megatron(self.config, key, "fp32")), 4) for key in _MOMENTS)
         precision_aware = bool(_megatron(self.config, "use_precision_aware_optimizer", False))

@@ -123,8 +123,9 @@ def _probe_gpus(visible: str | None) -> tuple[list[tuple[str, int]], str]:
 def visible_devices(visible: str, uuids: Sequence[str]) -> list[int]:
     """Which of the GPUs with these UUIDs a value of `CUDA_VISIBLE_DEVICES` names.
 
-    As CUDA reads it: indices or starts of UUIDs, up to the first that names nothing. CUDA may order
-    GPUs otherwise than NVML, which changes nothing where all GPUs of a node are alike.
+    As CUDA reads it: indices or starts of UUIDs, up to the first that names nothing; none at all if one is named
+    twice (as torch/cuda/__init__.py counts them too). CUDA may order GPUs otherwise than NVML, which changes
+    nothing where all GPUs of a node are alike.
     """
     devices: list[int] = []
     for entry in (part.strip() for part in visible.split(",")):
@@ -134,5 +135,7 @@ def visible_devices(visible: str, uuids: Sequence[str]) -> list[int]:
             named = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
         if len(named) != 1:
             break
+        if named[0] in devices:
+            return []
         devices += named
     return devices

@@ -15,6 +15,7 @@ from rllaunch.algo.advantages import (
     gae,
     group_advantages,
     masked_moments,
+    outcome_advantages,
     whiten,
     whiten_from_moments,
 )
@@ -255,3 +256,14 @@ def test_whitening_over_summed_moments_of_ranks_equals_whitening_on_one_rank(see
         inside = whole_BT[mask_BT].double()
         assert inside.mean().item() == pytest.approx(0.0, abs=1e-6)
         assert inside.var().item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_response_is_rewarded_with_its_last_real_token() -> None:
+    reward_B, mask_BT = torch.tensor([8.0, 3.0, 5.0]), torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
+    value_BT = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, NAN], [9.0, 9.0, 9.0]])
+    advantage_BT, return_BT = outcome_advantages(reward_B, value_BT, mask_BT, 0.5, 0.5, normalize=False)
+    # The first row as worked out above; in the second delta_1 = 3 - 2 = 1 and delta_0 = 0.5 * 2 - 1 = 0.
+    assert advantage_BT.tolist() == [[0.25, 1.0, 4.0], [0.25, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    white_BT, same_return_BT = outcome_advantages(reward_B, value_BT, mask_BT, 0.5, 0.5, normalize=True)
+    assert torch.equal(white_BT, whiten(advantage_BT, mask_BT))
+    assert torch.equal(same_return_BT, return_BT)

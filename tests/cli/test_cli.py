@@ -21,6 +21,7 @@ HEAVY = ("torch", "ray", "transformers")
         ("explain", "lr", *DSV4),
         ("doctor", "--no-probe", *DSV4),
         ("doctor", *DSV4),
+        ("doctor", "--gpu-test", *DSV4),
         ("train", *DSV4),
         ("train", "--dry-run", *DSV4),
         ("plugins",),
@@ -86,6 +87,20 @@ def test_doctor_json_has_the_documented_shape(rllaunch: Any):
     assert answer["ok"] is False
     assert [f["code"] for f in answer["findings"] if f["level"] == "error"] == ["RL303"]
     assert set(answer["findings"][0]) == {"code", "level", "message", "origins", "fix"}
+
+
+def test_what_needs_a_gpu_is_tried_only_on_request(rllaunch: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def tried(*words: str) -> dict[str, str]:
+        findings = rllaunch("doctor", *DSV4, "--json", *words).json()["findings"]
+        return {f["code"]: f["message"] for f in findings if f["code"] in ("RL408", "RL409")}
+
+    assert tried() == {}
+    told = tried("--gpu-test")
+    assert set(told) == {"RL408", "RL409"}
+    assert all(message.endswith("no GPU is visible") for message in told.values())
+    assert rllaunch("doctor", *DSV4, "--gpu-test", "--no-probe").code == 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from doctor_cases import resolved_of
 
 from rllaunch.doctor.engine import builtin_rules, diagnose, exit_code
 from rllaunch.doctor.finding import Finding
+from rllaunch.doctor.rules import backends
 from rllaunch.doctor.rules.backends import build_lacks, is_installed
 from rllaunch.doctor.rules.cluster import unreachable
 from rllaunch.doctor.rules.host_memory import check_profile_memory, check_ray_total
@@ -64,7 +66,7 @@ def test_looking_imports_neither_torch_nor_ray() -> None:
         import sys
         from doctor_cases import resolved_of
         from rllaunch.doctor.engine import builtin_rules, diagnose
-        diagnose(resolved_of(), builtin_rules(), probe=True)
+        diagnose(resolved_of(), builtin_rules(), probe=True, gpu_test=True)
         print(sorted({"torch", "ray", "transformers", "sglang", "megatron.core"} & set(sys.modules)))
     """
     path = [str(Path(__file__).parent), *sys.path]
@@ -88,6 +90,16 @@ def test_a_trainer_that_is_not_installed_is_one_finding_with_all_it_lacks() -> N
     (finding,) = found("RL501", {"rollout.backend": "embedded"})
     assert finding.message.startswith("the megatron trainer cannot run here: megatron.core is not installed")
     assert finding.fix.startswith("pip install 'rllaunch[megatron]'")
+
+
+def test_engines_need_a_torch_that_sees_the_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "is_installed", lambda module: True)
+    monkeypatch.setattr(backends, "torch_version_file", lambda: "__version__ = '2.11.0+cpu'\ncuda = None\n")
+    (finding,) = found("RL501", {"trainer.backend": "embedded"})
+    assert finding.message == "the sglang engines cannot run here: torch 2.11.0+cpu is a build without CUDA"
+    assert len(found("RL501", {})) == 1, "one mistake, one error"
+    monkeypatch.setattr(backends, "torch_version_file", lambda: "__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+    assert found("RL501", {"trainer.backend": "embedded"}) == []
 
 
 def test_backends_that_need_nothing_more() -> None:
@@ -293,8 +305,38 @@ def test_c034_a_bucket_larger_than_shared_memory() -> None:
 def test_a_bucket_is_never_larger_than_the_weights() -> None:
     launch = resolved_of({**CPU, "handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS})
     assert check_shared_memory(launch, weights_bytes=4096) == []
-    on_gpus = resolved_of({"handoff.update_weight_buffer_size": MORE_BYTES_THAN_ANY_DISK_HAS})
-    assert check_shared_memory(on_gpus) == [], "Megatron sends over CUDA IPC"
+
+
+@needs_shared_memory
+def test_shared_memory_holds_the_megatron_trainers_bucket_and_arenas() -> None:
+    launch = resolved_of({"handoff.update_weight_buffer_size": 512 * 2**20, "handoff.offload_train_buffers": "shared"})
+    (bucket,) = check_shared_memory(launch, free_bytes=64 * 2**20)
+    assert (bucket.level, bucket.fix) == (
+        "warning",
+        "--update-weight-buffer-size 33554432, or more /dev/shm (docker: --shm-size)",
+    )
+    (arena,) = check_shared_memory(launch, arena_bytes=80 * GIB, free_bytes=64 * GIB)
+    assert arena.level == "error"
+    assert arena.message == (
+        "a bucket of the weight update and the arenas need 512 MiB + 81920 MiB of shared memory, "
+        "/dev/shm has 65536 MiB free"
+    )
+    assert arena.fix == "--offload-train-buffers fresh, or more /dev/shm (docker: --shm-size)"
+    assert check_shared_memory(launch, arena_bytes=80 * GIB, free_bytes=81 * GIB) == []
+
+
+@needs_shared_memory
+def test_the_arenas_of_a_node_are_as_large_as_the_plan_says(rllaunch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * GIB))
+    launch = ("--model", "qwen3-8b", "--hardware", "H200", "--colocate-memory-peak-device", "gpu", "--json")
+    found = {}
+    for buffers in ("shared", "fresh"):
+        answer = rllaunch("doctor", *launch, "--offload-train-buffers", buffers, "--engine-weights", "mirror").json()
+        found[buffers] = [f["message"] for f in answer["findings"] if f["code"] == "RL506" and "arenas" in f["message"]]
+    plan = rllaunch("plan", *launch, "--offload-train-buffers", "shared", "--engine-weights", "mirror").json()
+    arena = max(step["host"].get("arena", 0) for step in plan["steps"])
+    assert f" + {arena / 2**20:.0f} MiB of shared memory" in found["shared"][0]
+    assert found["fresh"] == []
 
 
 # RL507

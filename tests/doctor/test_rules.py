@@ -50,8 +50,9 @@ def test_every_rule_says_why_and_where_that_is_known_from() -> None:
     for rule in builtin_rules():
         assert rule.name, rule.code
         assert len(rule.reason) > 30, rule.code
-        assert re.fullmatch(r"RL[235]\d\d", rule.code)
-        assert rule.probes == rule.code.startswith("RL5")
+        assert re.fullmatch(r"RL[2345]\d\d", rule.code)
+        assert rule.probes == rule.code.startswith(("RL4", "RL5"))
+        assert rule.probes or not rule.tests_gpu
 
 
 def remedies(fix: str, set_: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

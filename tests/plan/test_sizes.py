@@ -197,10 +197,23 @@ def test_projections_to_latents_have_whole_adapters_on_every_rank():
     assert made.gpu["grads"] == 4 * 61 * 8 * (1536 + 7168)
 
 
-def test_a_critic_is_a_second_model_with_a_state_of_its_own():
+def test_a_critic_is_a_second_model_with_a_state_of_its_own_and_one_row_for_a_head():
     one, two = sizes(SMALL), sizes(f"{SMALL} --advantage-estimator ppo")
-    for region in ("params", "optimizer", "grads"):
-        assert two.gpu[region] == 2 * one.gpu[region]
+    # The head is tied: what the policy has without it is what a value model has, and a row of the hidden size.
+    count = one.stages[0].parameters
+    assert two.stages[0].parameters == 2 * count + 1024
+    assert two.gpu["params"] == 2 * (2 * count + 1024)
+    assert two.gpu["grads"] == 4 * (2 * count + 1024)
+    assert two.gpu["optimizer"] == 12 * (ceil(count / 8) + ceil((count + 1024) / 8))
+    assert two.stages[0].actor_bytes == one.gpu["params"]
+
+
+def test_a_critic_has_no_copy_of_the_vocabulary_at_its_end():
+    made = sizes(f"{SMALL} --advantage-estimator ppo --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    rows = 152064 // 2
+    first = 14 * (SMALL_MATRICES // 2 + SMALL_NORMS) + rows * 1024
+    last = first + 1024
+    assert [stage.parameters for stage in made.stages] == [2 * first, last + (last - rows * 1024 + 1024)]
 
 
 def test_an_optimizer_on_the_host_takes_pinned_tensors_up_to_a_power_of_two():

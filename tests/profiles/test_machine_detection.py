@@ -172,6 +172,8 @@ def test_gpus_that_cannot_be_asked_are_not_taken_for_no_gpus():
         ("GPU-b", [1]),
         ("GPU-", []),
         ("GPU-x,0", []),
+        ("0,1,1", []),
+        ("GPU-b,1", []),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(visible, devices):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rig import CollectedUpdate, make_batch, make_context
+from stack_rig import critic_of
 
 from rllaunch.backends.base import RankInfo, Slot
 
@@ -37,7 +38,7 @@ def train_rank(rank: int, world: int, ports: list[int], directory: str, launches
         checkpoint = Path(directory) / f"checkpoint-{name}"
         checkpoint.mkdir(exist_ok=True)
         trainer.save(str(checkpoint))
-        results[name] = (figures, sink.tensors, sent)
+        results[name] = (figures, sink.tensors | critic_of(trainer), sent)
         trainer.shutdown()
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
 

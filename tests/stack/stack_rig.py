@@ -105,6 +105,27 @@ def one_process() -> Iterator[None]:
         stop_processes()
 
 
+def critic_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """A megatron trainer's critic under the names of its checkpoint, on rank 0; its value head as `lm_head.weight`.
+
+    Without the biases of routers, which are no parameters.
+
+    Every rank must call it, awake.
+    """
+    from rllaunch.backends.megatron.placement import Placement
+
+    if trainer.built.critic is None:
+        return {}
+    model = trainer.built.critic.module
+    # As if untied: the head is the critic's own.
+    placement = Placement(model, replace(trainer.built.shape, is_tied=False))
+    local = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = {n: t.detach().clone() for n, t in placement.gather(local.__getitem__, "cpu")}
+    if found:
+        found["lm_head.weight"] = found["lm_head.weight"][:1]  # each tensor-parallel rank has a whole one
+    return {f"critic {n}": t for n, t in found.items() if not n.endswith("e_score_correction_bias")}
+
+
 def hf_model(context: LaunchContext) -> Any:
     """The model of transformers with random values everywhere, norms and biases too."""
     from rllaunch.backends.embedded.model import build_model

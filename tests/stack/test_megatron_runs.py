@@ -27,8 +27,8 @@ def cpu_guest(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "more",
-    [(), ("--colocate-memory-peak-device", "gpu"), ("--lora-rank", "4")],
-    ids=["cpu order", "gpu order", "lora"],
+    [(), ("--colocate-memory-peak-device", "gpu"), ("--lora-rank", "4"), ("--advantage-estimator", "ppo")],
+    ids=["cpu order", "gpu order", "lora", "ppo"],
 )
 def test_two_tensor_parallel_ranks_train_the_run_that_the_embedded_trainer_trains(
     more: tuple[str, ...], cpu_guest: dict[str, str], tmp_path: Path

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, train_rank
-from stack_rig import DEEPSEEK, free_port
+from stack_rig import DEEPSEEK, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
@@ -25,6 +25,7 @@ from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.trainer import MegatronTrainer
+from rllaunch.backends.megatron.weights import unstack_experts
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.handoff import HandoffOptions
 
@@ -68,14 +69,25 @@ def two_rollouts(trainer: Any) -> list[dict[str, float]]:
     return [dict(trainer.train(make_batch(trainer.context, i)).values) for i in range(2)]
 
 
-@pytest.mark.parametrize("preset", ["grpo", "kl"])
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """What an update sends, and the critic's parameters under the names of a checkpoint."""
+    if isinstance(trainer, MegatronTrainer):
+        return sent_by(trainer) | critic_of(trainer)
+    if "critic" not in trainer.models:
+        return sent_by(trainer)
+    named = {n.replace("backbone.", "model."): p.detach() for n, p in trainer.models["critic"].named_parameters()}
+    named["lm_head.weight"] = named.pop("value_head.weight")
+    return sent_by(trainer) | {f"critic {n}": p for n, p in unstack_experts(named.items())}
+
+
+@pytest.mark.parametrize("preset", ["grpo", "kl", "ppo"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_trains_as_the_embedded_trainer_does(family: str, preset: str, started: Any) -> None:
     context = launch(preset, architecture=FAMILIES[family], trainer={"lr_decay_style": "cosine", "lr_warmup_iters": 2})
     ours = started(MegatronTrainer, context)
-    got, sent = two_rollouts(ours), sent_by(ours)
+    got, sent = two_rollouts(ours), weights_of(ours)
     theirs = started(EmbeddedTrainer, context)
-    want, theirs_sent = two_rollouts(theirs), sent_by(theirs)
+    want, theirs_sent = two_rollouts(theirs), weights_of(theirs)
     for rollout in range(2):
         assert got[rollout].keys() == want[rollout].keys()
         for name, value in want[rollout].items():
@@ -83,6 +95,51 @@ def test_it_trains_as_the_embedded_trainer_does(family: str, preset: str, starte
     assert sent.keys() == theirs_sent.keys()
     for name, tensor in theirs_sent.items():
         torch.testing.assert_close(sent[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_reference_beside_a_critic_is_of_the_policy_alone(started: Any) -> None:
+    context = launch("ppo", architecture=MOE, algorithm={"advantage_estimator": "ppo", "kl_loss_coef": 0.1})
+    ours = started(MegatronTrainer, context)
+    policy = 4 * sum(p.numel() for p in ours.built.ddp.module.parameters())
+    assert policy <= ours.memory().host_bytes < 1.1 * policy < 0.6 * ours.region_bytes()["params"]
+    got, weights = two_rollouts(ours), weights_of(ours)
+    theirs = started(EmbeddedTrainer, context)
+    for figures, want in zip(got, two_rollouts(theirs), strict=True):
+        assert figures == pytest.approx(want, rel=1e-3, abs=1e-4)
+    for name, tensor in weights_of(theirs).items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_critic_needs_no_other_samples_of_a_prompt(started: Any) -> None:
+    context = launch("ppo", architecture=QWEN3, rollout={"n_samples_per_prompt": 1, "rollout_batch_size": 8})
+    got = two_rollouts(started(MegatronTrainer, context))
+    for figures, want in zip(got, two_rollouts(started(EmbeddedTrainer, context)), strict=True):
+        assert figures == pytest.approx(want, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_part_of_a_critic_learns_and_its_head_is_float32(precision: str, started: Any) -> None:
+    dtype = "float32" if precision == "fp32" else "bfloat16"
+    # As wide as Megatron-core's buffers are aligned: the head fills one of its own.
+    architecture = {**QWEN3, "hidden_size": 128}
+    context = launch(
+        "ppo",
+        architecture=architecture,
+        model={"architecture": architecture, "dtype": dtype},
+        trainer={"precision": precision, "num_steps_per_rollout": 1},
+        algorithm={"advantage_estimator": "ppo", "value_clip": 100.0},
+    )
+    trainer = started(MegatronTrainer, context)
+    before, batch = weights_of(trainer), make_batch(context)
+    assert not before["critic lm_head.weight"].any()
+    head = trainer.built.critic.module.output_layer.weight.untyped_storage().data_ptr()
+    groups = [g for o in torch_optimizers(trainer.built.optimizer) for g in o.param_groups]
+    assert any(p.untyped_storage().data_ptr() == head for g in groups for p in g["params"]), "it is stepped in place"
+    losses = [trainer.train(batch).values["value_loss"] for _ in range(12)]
+    for name, tensor in weights_of(trainer).items():
+        assert not torch.equal(tensor, before[name]), name
+        assert tensor.dtype == (torch.float32 if "critic" not in name or "lm_head" in name else getattr(torch, dtype))
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def with_padding_sampled(context: Any, rollout_id: int) -> Any:
@@ -128,7 +185,8 @@ def test_an_embedded_engine_takes_its_updates(started: Any, tmp_path: Path) -> N
 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
     """Every tensor with state: parameters, what the optimizer steps, and its moments."""
-    tensors = {f"parameter {n}": p.data for n, p in trainer.built.ddp.module.named_parameters()}
+    models = enumerate(trainer.built.models)
+    tensors = {f"parameter {i} {n}": p.data for i, model in models for n, p in model.module.named_parameters()}
     for number, optimizer in enumerate(torch_optimizers(trainer.built.optimizer)):
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -140,11 +198,12 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("buffers", ["retained", "fresh", "shared"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["kl", "ppo"])
 def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
-    buffers: Any, precision: str, started: Any
+    preset: str, buffers: Any, precision: str, started: Any
 ) -> None:
     context = launch(
-        "kl", HandoffOptions(buffers=buffers, engine_weights="discard"), architecture=MOE, trainer={"precision": precision},
+        preset, HandoffOptions(buffers=buffers, engine_weights="discard"), architecture=MOE, trainer={"precision": precision},
         model={"architecture": MOE, "dtype": "float32" if precision == "fp32" else "bfloat16"},
     )  # fmt: skip
     trainer = started(MegatronTrainer, context)
@@ -153,7 +212,7 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
     views = {name: (id(t), t.data_ptr() - t.untyped_storage().data_ptr()) for name, t in tensors.items()}
     kept = {name: t.clone() for name, t in tensors.items()}
     sizes = trainer.region_bytes()
-    state, reference = sizes["params"] + sizes["optimizer"], sizes["params"]
+    state, reference = sizes["params"] + sizes["optimizer"], sizes["params"] if preset == "kl" else 0
     assert trainer.memory().gpu_bytes == state + sizes["grads"]
     for _ in range(2):
         trainer.offload()
@@ -163,7 +222,7 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
         assert asleep.moved_bytes > 0.9 * state
         big = [t for name, t in tensors.items() if not name.startswith("step")]
         assert all(t.untyped_storage().nbytes() == 0 for t in big)
-        grads = [b.grad_data for b in (*trainer.built.ddp.buffers, *trainer.built.ddp.expert_parallel_buffers)]
+        grads = [b.grad_data for m in trainer.built.models for b in (*m.buffers, *m.expert_parallel_buffers)]
         assert all(g.untyped_storage().nbytes() == 0 for g in grads)
         trainer.onload()
         trainer.onload()
@@ -181,8 +240,9 @@ def test_an_arena_that_an_embedded_engine_sizes_otherwise_is_refused(started: An
         started(MegatronTrainer, launch(architecture=QWEN3, options=options))
 
 
-def test_trained_after_sleep_it_is_bit_for_bit_as_if_it_had_not_slept(started: Any) -> None:
-    context = launch(architecture=QWEN3)
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_trained_after_sleep_it_is_bit_for_bit_as_if_it_had_not_slept(preset: str, started: Any) -> None:
+    context = launch(preset, architecture=QWEN3)
     results = []
     for sleeps in (False, True):
         trainer = started(MegatronTrainer, context)
@@ -194,7 +254,7 @@ def test_trained_after_sleep_it_is_bit_for_bit_as_if_it_had_not_slept(started: A
                 gc.collect()
                 trainer.onload()
             figures.append(dict(trainer.train(make_batch(context, rollout_id)).values))
-        results.append((figures, sent_by(trainer)))
+        results.append((figures, weights_of(trainer)))
     (plain, plain_sent), (slept, slept_sent) = results
     assert plain == slept
     assert all(torch.equal(slept_sent[n], t) for n, t in plain_sent.items())
@@ -219,8 +279,9 @@ def test_what_needs_state_says_that_it_is_asleep(started: Any, tmp_path: Path) -
         trainer.save(str(tmp_path))
 
 
-def test_regions_before_the_start_are_what_the_plan_says(tmp_path: Path) -> None:
-    trainer = MegatronTrainer(launch(architecture=QWEN3), Slot(0, 0, "cpu", str(tmp_path)))
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_regions_before_the_start_are_what_the_plan_says(preset: str, tmp_path: Path) -> None:
+    trainer = MegatronTrainer(launch(preset, architecture=QWEN3), Slot(0, 0, "cpu", str(tmp_path)))
     planned = trainer.region_bytes()
     use_cpu()
     trainer.init(RankInfo(0, 1, "", 0))
@@ -235,18 +296,18 @@ def test_regions_before_the_start_are_what_the_plan_says(tmp_path: Path) -> None
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_a_resumed_run_goes_on_bit_for_bit(family: str, started: Any, tmp_path: Path) -> None:
-    context = launch("kl", architecture=FAMILIES[family], trainer={"lr_decay_style": "linear"})
+@pytest.mark.parametrize(("family", "preset"), [("qwen3", "kl"), ("deepseek_v3", "kl"), ("deepseek_v3", "ppo")])
+def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: Any, tmp_path: Path) -> None:
+    context = launch(preset, architecture=FAMILIES[family], trainer={"lr_decay_style": "linear"})
     trainer = started(MegatronTrainer, context)
     trainer.train(make_batch(context, 0))
     directory = tmp_path / "checkpoint"
     directory.mkdir()
     trainer.save(str(directory))
-    want = dict(trainer.train(make_batch(context, 1)).values), sent_by(trainer)
+    want = dict(trainer.train(make_batch(context, 1)).values), weights_of(trainer)
     trainer = started(MegatronTrainer, context)
     trainer.load(str(directory))
-    got = dict(trainer.train(make_batch(context, 1)).values), sent_by(trainer)
+    got = dict(trainer.train(make_batch(context, 1)).values), weights_of(trainer)
     assert got[0] == want[0]
     assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
 
@@ -271,6 +332,21 @@ def test_transformers_loads_what_is_saved_and_training_starts_from_it(started: A
     )
     resent = sent_by(again)
     assert all(torch.equal(resent[n], t) for n, t in sent.items())
+
+
+def test_a_checkpoint_keeps_both_models_and_transformers_loads_the_policy(started: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = started(MegatronTrainer, launch("ppo", architecture=QWEN3))
+    trainer.train(make_batch(trainer.context))
+    sent = sent_by(trainer)
+    trainer.save(str(tmp_path))
+    parameters = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).named_parameters())
+    assert parameters.keys() == sent.keys()
+    assert all(torch.equal(parameters[n], t) for n, t in sent.items())
+    without = started(MegatronTrainer, launch("grpo", architecture=QWEN3))
+    with pytest.raises(RunError, match="does not fit this launch: critic: 'True' there, 'False' here"):
+        without.load(str(tmp_path))
 
 
 def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) -> None:
@@ -384,6 +460,7 @@ BY_ONE_RANK = {
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
     "latents": {"architecture": DEEPSEEK},
     "adapters": {"preset": "lora", "architecture": TIED, "trainer": {"backend": "megatron"}},
+    "critic": {"preset": "ppo", "architecture": TIED, "trainer": {"precision": "bf16"}, "model": {"architecture": TIED, "dtype": "bfloat16"}},
 }  # fmt: skip
 RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     1: {"alone, whole optimizer": ("experts", {}, {"use_distributed_optimizer": False})},
@@ -402,6 +479,9 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "latents, sequence": ("latents", SP, {}),
         "adapters, tensor": ("adapters", {"tensor_model_parallel_size": 2}, {}),
         "adapters, pipeline": ("adapters", {"pipeline_model_parallel_size": 2}, {}),
+        "critic, tensor": ("critic", SP, {}),
+        "critic, pipeline": ("critic", {"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
+        "critic, data": ("critic", {}, {}),
         "adapters, data": ("adapters", {}, {"use_distributed_optimizer": False}),
     },
     4: {
@@ -435,7 +515,7 @@ def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: A
             figures, sent, saved = want[source]
             assert all(rank[name] == ranks[0][name] for rank in ranks), name
             for figure, value in figures.items():
-                tolerance = 2e-2 if source == "experts" else 2e-3  # in bf16 and in float32
+                tolerance = 2e-2 if source in ("experts", "critic") else 2e-3  # in bf16 and in float32
                 assert ranks[0][name][figure] == pytest.approx(value, rel=tolerance, abs=tolerance), f"{name}: {figure}"
             trainer = started(MegatronTrainer, make_context(**sections_of(source, {}, {})))
             trainer.load(str(tmp_path / name))
@@ -445,11 +525,43 @@ def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: A
             assert all(torch.equal(t, sent[n]) for n, t in sent_by(trainer).items()), name
 
 
+# A critic's own rate, clip and discount, and one norm that clips both models.
+PPO = {"advantage_estimator": "ppo", "critic_lr": 3e-2, "value_clip": 0.1, "gamma": 0.97, "lambd": 0.9}
+
+
+def test_two_ranks_in_any_layout_train_a_critic_as_the_embedded_trainer_does(started: Any, tmp_path: Path) -> None:
+    names = ("data", "tensor", "pipeline", "pipeline, tied", "experts", "sequence")
+    launches = {
+        name: {
+            "preset": "ppo",
+            "architecture": LAYOUTS[name][0],
+            "algorithm": PPO,
+            "trainer": {**STEADY, **LAYOUTS[name][1]},
+            "megatron": DISPATCHER,
+        }
+        for name in names
+    }
+    run_ranks(2, train_rank, [free_port() for _ in launches], str(tmp_path), launches)
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    for name in names:
+        trainer = started(EmbeddedTrainer, launch("ppo", architecture=LAYOUTS[name][0], algorithm=PPO))
+        want = [dict(trainer.train(with_padding_sampled(trainer.context, i)).values) for i in range(2)]
+        (figures, weights, _), (others, _, _) = (rank[name] for rank in ranks)
+        assert figures == others, f"{name}: every rank reports the same"
+        for rollout in range(2):
+            assert figures[rollout].keys() == want[rollout].keys()
+            for figure, value in want[rollout].items():
+                assert figures[rollout][figure] == pytest.approx(value, rel=2e-3, abs=2e-4), f"{name}: {figure}"
+        want_weights = weights_of(trainer)
+        assert weights.keys() == want_weights.keys()
+        for tensor_name, tensor in want_weights.items():
+            torch.testing.assert_close(weights[tensor_name], tensor, rtol=2e-3, atol=2e-4, msg=f"{name}: {tensor_name}")
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
         ({"trainer": {"context_parallel_size": 2}}, "does not split sequences"),
-        ({"algorithm": {"advantage_estimator": "ppo"}}, "no critic"),
         ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP = 2"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rllaunch.algo.advantages import gae, group_advantages, whiten
+from rllaunch.algo.advantages import group_advantages, outcome_advantages
 from rllaunch.algo.losses import (
     aggregate,
     aggregation_count,
@@ -318,14 +318,14 @@ class EmbeddedTrainer:
         with torch.no_grad():
             for rows in self._micro_batches(torch.arange(len(reward_B))):
                 work["value"][rows] = self._values(work, rows)
-        mask_BL = work["mask"]
-        # The reward of the whole response is earned with its last token.
-        reward_BL = torch.zeros_like(mask_BL)
-        last_B = (mask_BL.sum(1).long() - 1).clamp(min=0)
-        reward_BL[torch.arange(len(reward_B)), last_B] = reward_B
-        advantage_BL, return_BL = gae(reward_BL, work["value"], mask_BL, algorithm.gamma, algorithm.lambd)
-        if algorithm.normalize_advantages:
-            advantage_BL = whiten(advantage_BL, mask_BL)
+        advantage_BL, return_BL = outcome_advantages(
+            reward_B,
+            work["value"],
+            work["mask"],
+            algorithm.gamma,
+            algorithm.lambd,
+            normalize=algorithm.normalize_advantages,
+        )
         work["advantage"].copy_(advantage_BL)
         work["return"].copy_(return_BL)
 

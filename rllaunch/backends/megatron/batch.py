@@ -16,16 +16,30 @@ from rllaunch.resolve.schema import LaunchConfig
 
 
 @dataclass(frozen=True)
+class Judgement:
+    """A critic's values before the first step, and the returns to fit them to."""
+
+    value_BL: Tensor
+    return_BL: Tensor
+
+
+@dataclass(frozen=True)
 class Work:
     """All samples, on the device. A row's first token stands in its first column, padding only at its end, so that
-    causal attention needs no mask."""
+    causal attention needs no mask.
+
+    Args:
+        advantage_BL: 0 until a critic has judged the work, where there is one.
+    """
 
     ids_BS: Tensor
     prompt_lens_B: Tensor
     response_BL: Tensor
     mask_BL: Tensor
     old_logp_BL: Tensor
+    reward_B: Tensor
     advantage_BL: Tensor
+    judgement: Judgement | None = None
 
     @property
     def width(self) -> int:
@@ -66,17 +80,19 @@ def make_work(batch: TrainBatch, config: LaunchConfig, device: torch.device | st
     width = -(-max(1, needed) // multiple) * multiple
     column_BS = np.arange(width)[None] + P - lens_B1
     taken_BS = np.take_along_axis(ids_BT, np.minimum(column_BS, ids_BT.shape[1] - 1), axis=1)
-    advantage_B = group_advantages(
-        torch.from_numpy(batch.reward_B),
-        config.rollout.n_samples_per_prompt,
-        normalize=config.algorithm.normalize_advantages,
-    )
+    reward_B = torch.from_numpy(batch.reward_B)
+    if config.has_critic:
+        advantage_B = torch.zeros_like(reward_B)
+    else:
+        group_size, normalize = config.rollout.n_samples_per_prompt, config.algorithm.normalize_advantages
+        advantage_B = group_advantages(reward_B, group_size, normalize=normalize)
     return Work(
         ids_BS=torch.from_numpy(taken_BS).to(device),
         prompt_lens_B=torch.from_numpy(batch.prompt_lens_B).to(device),
         response_BL=torch.from_numpy(batch.response_ids_BL).to(device),
         mask_BL=torch.from_numpy(batch.mask_BL).to(device),
         old_logp_BL=torch.from_numpy(batch.logprob_BL).to(device),
+        reward_B=reward_B.to(device),
         advantage_BL=advantage_B[:, None].expand(-1, batch.mask_BL.shape[1]).to(device),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext, RankInfo
 from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.megatron.critic import critic_entries, put_value_head
 from rllaunch.backends.megatron.lora import Adapters, freeze_and_adapt
 from rllaunch.backends.megatron.model import build_model
 from rllaunch.backends.megatron.options import MegatronConfigs, megatron_configs
@@ -37,7 +38,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """This rank's part of what is trained."""
+    """This rank's part of what is trained.
+
+    Args:
+        ddp, placement: of the policy.
+        critic: the critic's model as `ddp` is the policy's, where the algorithm has one.
+        optimizer: of both.
+    """
 
     shape: ModelShape
     configs: MegatronConfigs
@@ -45,6 +52,13 @@ class Built:
     optimizer: Any
     placement: Placement
     adapters: Adapters | None
+    critic: Any = None
+    critic_placement: Placement | None = None
+
+    @property
+    def models(self) -> list[Any]:
+        """All that is trained, the policy first."""
+        return [self.ddp] if self.critic is None else [self.ddp, self.critic]
 
 
 def start_processes(config: LaunchConfig, rank: RankInfo, device: str) -> None:
@@ -112,23 +126,62 @@ def build(context: LaunchContext, device: str) -> Built:
     if dist.get_rank() == 0:
         for note in configs.notes:
             _log.warning(note)
-    model = build_model(configs, shape).to(device)
+    configs.transformer.finalize_model_grads_func = _sum_gradients
+    tensor_of = starting_weights(context, shape)
+    model, placement = _model(configs, shape, tensor_of, device)
+    adapters = critic_placement = None
+    if config.has_lora:
+        adapters, placement = freeze_and_adapt(context, model, placement)
+        _lay_together([p for p in model.parameters() if not p.requires_grad])  # Megatron-core does with those it trains
+    ddp, critic = DistributedDataParallel(configs.transformer, configs.ddp, model), None
+    peak_lr = {ddp: config.trainer.lr}
+    if config.has_critic:
+        model, critic_placement = _model(configs, shape, tensor_of, device, is_critic=True)
+        critic = DistributedDataParallel(configs.transformer, configs.ddp, model)
+        peak_lr[critic] = config.algorithm.critic_lr or config.trainer.lr
+    optimizer = _optimizer(configs, peak_lr, on_cpu=on_cpu)
+    return Built(shape, configs, ddp, optimizer, placement, adapters, critic, critic_placement)
+
+
+def _model(
+    configs: MegatronConfigs,
+    shape: ModelShape,
+    tensor_of: Callable[[str], Tensor],
+    device: str,
+    *,
+    is_critic: bool = False,
+) -> tuple[Any, Placement]:
+    """A model with the starting weights, and where its parameters are."""
+    # A critic's embedding is tied to nothing, and stages would exchange gradients for its copy.
+    model = build_model(configs, replace(shape, is_tied=False) if is_critic else shape).to(device)
     # Not `model.to(dtype)`: biases of routers are buffers, and stay in float32.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(configs.transformer.params_dtype)
     placement = Placement(model, shape)
-    placement.fill(starting_weights(context, shape))
-    adapters = None
-    if config.has_lora:
-        adapters, placement = freeze_and_adapt(context, model, placement)
-        _lay_together([p for p in model.parameters() if not p.requires_grad])  # Megatron-core does with those it trains
-    ddp = DistributedDataParallel(configs.transformer, configs.ddp, model)
-    configs.transformer.finalize_model_grads_func = _sum_gradients
+    placement.fill(tensor_of)
+    if is_critic:
+        put_value_head(model, device)
+        placement = Placement(model, shape, critic_entries(shape))
+    return model, placement
+
+
+def _optimizer(configs: MegatronConfigs, peak_lr: dict[Any, float], *, on_cpu: bool) -> Any:
+    """One for each model, chained: a step clips all their gradients by one norm.
+
+    Args:
+        peak_lr: model → its learning rate.
+    """
     # 0 clips nothing here, and Megatron-core then gives no norm either.
     clipping = replace(configs.optimizer, clip_grad=configs.optimizer.clip_grad or math.inf)
-    optimizer = get_megatron_optimizer(clipping, [ddp], use_gloo_process_groups=on_cpu)
-    make_state(optimizer)
-    return Built(shape, configs, ddp, optimizer, placement, adapters)
+    parts: list[Any] = []
+    for model, lr in peak_lr.items():
+        optimizer = get_megatron_optimizer(clipping, [model], use_gloo_process_groups=on_cpu)
+        for group in optimizer.param_groups:
+            group["max_lr"] = lr
+        parts += getattr(optimizer, "chained_optimizers", [optimizer])
+    chained = ChainedOptimizer(parts)
+    make_state(chained, list(peak_lr))
+    return chained
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> None:
@@ -136,14 +189,22 @@ def _sum_gradients(model: list[Any], num_tokens: Any = None, **more: Any) -> Non
     finalize_model_grads(model, None, **more)
 
 
-def make_state(optimizer: Any) -> None:
+def make_state(optimizer: Any, models: Sequence[Any]) -> None:
     """Adam's state, as a few large pieces of memory.
 
     The moments would otherwise come with the first step, and what is offloaded must be known before; each tensor in a
     piece of its own would cost a call of the driver at every onload.
+
+    Args:
+        models: whose parameters it steps, as Megatron-core wraps them.
     """
+    # A float32 parameter is stepped where its model has it, and a buffer may hold just one: a critic's head. Moved
+    # away, it would be stepped for nobody by a precision-aware optimizer, after which 0.16.1 copies nothing back.
+    buffers = [b.param_data for model in models for b in (*model.buffers, *model.expert_parallel_buffers)]
+    of_models = {b.untyped_storage().data_ptr() for b in buffers if b is not None}
     for one in torch_optimizers(optimizer):
-        _lay_together([p for group in one.param_groups for p in group["params"]])
+        stepped = [p for group in one.param_groups for p in group["params"]]
+        _lay_together([p for p in stepped if p.untyped_storage().data_ptr() not in of_models])
     _make_moments(optimizer)
     for one in torch_optimizers(optimizer):
         states = [one.state[p] for group in one.param_groups for p in group["params"]]

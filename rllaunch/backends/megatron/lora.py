@@ -59,7 +59,7 @@ def freeze_and_adapt(context: LaunchContext, model: Any, placement: Placement) -
     if model.pre_process:
         # Else no gradient would flow through layers that are computed again, nor through a stage without adapters.
         model.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
-    placed = Placement(model, placement.shape, new)
+    placed = Placement(model, placement.shape, [*placement.entries, *new])
     placed.fill(_starting(drawn, linear_of, algorithm.lora_rank), adapters=True)
     return adapters, placed
 

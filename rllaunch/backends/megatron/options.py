@@ -152,12 +152,6 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
             f"trainer.context_parallel_size = {trainer.context_parallel_size}",
             "use 1",
         )
-    if config.has_critic:
-        raise ConfigError(
-            "the megatron trainer has no critic",
-            "algorithm.advantage_estimator = ppo",
-            "use --advantage-estimator grpo",
-        )
 
 
 def _build(cls: Any, fixed: Mapping[str, Any], free: Mapping[str, Any], given: Mapping[str, Any]) -> Any:

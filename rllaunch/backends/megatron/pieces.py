@@ -37,10 +37,11 @@ class Piece:
     tensor: Tensor
 
 
-def pieces(placement: Placement, model: Any, optimizer: Any, *, with_copies: bool) -> Iterator[Piece]:
-    """Of all parameters, masters and moments that this rank holds.
+def pieces(role: str, placement: Placement, model: Any, optimizer: Any, *, with_copies: bool) -> Iterator[Piece]:
+    """Of all parameters, masters and moments of a model that this rank holds.
 
     Args:
+        role: what the checkpoint calls the model.
         model: that `placement` is of.
         optimizer: Megatron-core's, with its moments.
         with_copies: parameters that repeat another's values too: they are filled, but not written twice.
@@ -52,11 +53,12 @@ def pieces(placement: Placement, model: Any, optimizer: Any, *, with_copies: boo
         if entry.is_copy and not with_copies:
             continue
         parameter = parameters[held.name]
-        yield from _cut("weight", parameter.data, 0, entry, held, placement.shape)
+        key = f"{role} {' + '.join(entry.sources)}"
+        yield from _cut(f"{key}: weight", parameter.data, 0, entry, held, placement.shape)
         if parameter in shards:
             shard = shards[parameter]
             for part, tensor in shard.state.items():
-                yield from _cut(part, tensor, shard.start, entry, held, placement.shape)
+                yield from _cut(f"{key}: {part}", tensor, shard.start, entry, held, placement.shape)
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,16 @@ def _shards(optimizer: Any) -> dict[Any, _Shard]:
         if wrapper.optimizer is None:
             continue
         groups = wrapper.optimizer.param_groups
-        if hasattr(wrapper, "model_param_group_index_map"):  # the distributed optimizer
-            for parameter, (group, order) in wrapper.model_param_group_index_map.items():
-                own = wrapper._get_model_param_range_map(parameter)["param"]
-                state = _state(wrapper.optimizer, groups[group]["params"][order], parameter)
-                assert all(t.numel() == own.size for t in state.values()), "a shard's state is as large as the shard"
-                found[parameter] = _Shard(own.start, state)
+        if hasattr(wrapper, "model_float16_groups"):  # the distributed optimizer
+            # Its `model_param_group_index_map` is wrong where a group has parameters in float32 beside narrower ones.
+            for group, wide, narrow in zip(
+                groups, wrapper.model_fp32_groups, wrapper.model_float16_groups, strict=True
+            ):
+                for main, parameter in zip(group["params"], [*wide, *narrow], strict=True):
+                    own = wrapper._get_model_param_range_map(parameter)["param"]
+                    state = _state(wrapper.optimizer, main, parameter)
+                    assert all(t.numel() == own.size for t in state.values()), "state is as large as its shard"
+                    found[parameter] = _Shard(own.start, state)
             continue
         halves = (p for group in getattr(wrapper, "float16_groups", ()) for p in group)
         stepped = {id(p.main_param): p for p in halves}
@@ -105,14 +111,13 @@ def _state(torch_optimizer: Any, main: Tensor, parameter: Tensor) -> dict[str, T
     return state
 
 
-def _cut(part: str, tensor: Tensor, start: int, entry: Entry, held: Held, shape: ModelShape) -> Iterator[Piece]:
+def _cut(key: str, tensor: Tensor, start: int, entry: Entry, held: Held, shape: ModelShape) -> Iterator[Piece]:
     """The rectangles that a run of a parameter's elements, from `start` on, makes up."""
     flat = tensor.view(-1)
     rows, columns = held.shape if len(held.shape) > 1 else (*held.shape, 1)
     by_rows, by_columns = (held.num_shards, 1) if entry.split == 0 else (1, held.num_shards)
     whole_rows = shape.vocab_size if entry.form == "vocab" else rows * by_rows
     size = whole_rows, columns * by_columns
-    key = f"{' + '.join(entry.sources)}: {part}"
     for first_row, last_row, to_row in _bands(entry, held, rows, whole_rows):
         begin = max(start, first_row * columns)
         end = min(start + flat.numel(), last_row * columns)

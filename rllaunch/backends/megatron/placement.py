@@ -48,12 +48,12 @@ class Placement:
 
     Args:
         model: this rank's stage, without a wrapper around it.
-        more: entries beyond those of the shape.
+        of: the entries of its parameters, where they are not those of the shape.
     """
 
-    def __init__(self, model: Any, shape: ModelShape, more: Sequence[Entry] = ()) -> None:
+    def __init__(self, model: Any, shape: ModelShape, of: Sequence[Entry] | None = None) -> None:
         self.shape = shape
-        self.entries = [*entries(shape), *more]
+        self.entries = list(of) if of is not None else entries(shape)
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.held: dict[int, Held] = {}
         layers = {layer.layer_number - 1: i for i, layer in enumerate(model.decoder.layers)}

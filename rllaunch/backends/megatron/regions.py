@@ -70,6 +70,11 @@ class StorageRegion:
         offset = base + int(tensor.storage_offset()) * tensor.itemsize
         return TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset)
 
+    def end_of(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the region up to the last of these; they must not have been freed yet."""
+        ends = dict(zip(self._offset, [*list(self._offset.values())[1:], self.nbytes], strict=True))
+        return max(ends[t.untyped_storage().data_ptr()] for t in tensors if t.untyped_storage().nbytes())
+
     def allocate(self) -> None:
         """
         Raises:
@@ -119,20 +124,21 @@ def _whole_storage(tensor: Tensor) -> Tensor:
 
 
 class Reference:
-    """The parameters as they are now, kept on the host: they trade places with the trained ones for a pass.
+    """The policy's parameters as they are now, kept on the host: they trade places with the trained ones for a pass.
 
     So the device never holds both, and nothing but a chunk is allocated for the exchange.
 
     Args:
         params: must be resident, here and at every exchange.
+        nbytes: of the policy's, with which the region begins; a critic's after them have no reference.
     """
 
-    def __init__(self, host_pool: Pool, params: StorageRegion, *, is_pinned: bool) -> None:
+    def __init__(self, host_pool: Pool, params: StorageRegion, nbytes: int, *, is_pinned: bool) -> None:
         self._pool, self._params = host_pool, params
-        host_pool.charge(params.owner, "reference", params.nbytes)
+        host_pool.charge(params.owner, "reference", nbytes)
         self._is_pinned = is_pinned
-        self._host = allocate_pinned(params.nbytes) if is_pinned else torch.empty(params.nbytes, dtype=torch.uint8)
-        for offset, piece in params.pieces():
+        self._host = allocate_pinned(nbytes) if is_pinned else torch.empty(nbytes, dtype=torch.uint8)
+        for offset, piece in self._pieces():
             self._host[offset : offset + piece.numel()].copy_(piece)
 
     @contextlib.contextmanager
@@ -144,8 +150,11 @@ class Reference:
         finally:
             self._trade()
 
+    def _pieces(self) -> list[tuple[int, Tensor]]:
+        return [(offset, piece) for offset, piece in self._params.pieces() if offset < len(self._host)]
+
     def _trade(self) -> None:
-        for offset, piece in self._params.pieces():
+        for offset, piece in self._pieces():
             host = self._host[offset : offset + piece.numel()]
             for mine, theirs in zip(*(torch.split(t, _CHUNK_BYTES) for t in (piece, host)), strict=True):
                 kept = mine.clone()

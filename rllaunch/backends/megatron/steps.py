@@ -1,30 +1,29 @@
-"""Optimizer steps of one rollout over Megatron-core's schedules: GRPO on the stages and ranks that share the model."""
+"""Optimizer steps of one rollout: GRPO or PPO on the stages and ranks that share the model."""
 
 # B samples of a rollout, b of a micro-batch, L response tokens, S positions, V columns of a rank's vocabulary
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rllaunch.algo.losses import aggregate, aggregation_count, clipped_policy_loss, kl_estimate, kl_k3
 from rllaunch.backends.base import LaunchContext
 from rllaunch.backends.embedded.trainer import lr_at
-from rllaunch.backends.megatron.batch import MicroBatch, Work, micro_batch_rows, step_orders, take
+from rllaunch.backends.megatron.batch import MicroBatch, Work, step_orders
 from rllaunch.backends.megatron.build import Built
+from rllaunch.backends.megatron.critic import Critic
 from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.losses import CHUNK_TOKENS, vocab_parallel_logprobs
+from rllaunch.backends.megatron.passes import Figures, of_every_sample, run_passes
 from rllaunch.backends.megatron.regions import Reference
 from rllaunch.errors import RunError
 
-Figures = dict[str, Tensor]
 _WORST = "logprob_diff"
 
 
@@ -39,6 +38,7 @@ class Steps:
         self, context: LaunchContext, built: Built, device: str, reference: Reference | Adapters | None
     ) -> None:
         self.config, self.built, self.device, self.reference = context.config, built, device, reference
+        self.critic = Critic(built.critic, context.config) if built.critic is not None else None
         self.num_steps = 0
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         options = context.config.megatron.model_extra or {}
@@ -51,6 +51,8 @@ class Steps:
         steps = self.config.trainer.num_steps_per_rollout or 1
         orders = step_orders(len(work.mask_BL), steps, self.config.run.seed, rollout_id)
         ref_logp_BL = self._reference_logprobs(work, self.reference) if self.reference is not None else None
+        if self.critic is not None:
+            work = self.critic.judge(work)
         totals: dict[str, float] = {}
         for number, rows in enumerate(orders):
             figures = self._step(work, rows, ref_logp_BL)
@@ -59,7 +61,7 @@ class Steps:
                 totals[_WORST] = worst
             for name, value in figures.items():
                 totals[name] = totals.get(name, 0.0) + value / steps
-        totals["lr"] = self._lr(self.num_steps - 1)
+        totals["lr"] = self._lr(self.num_steps - 1, self.config.trainer.lr)
         return totals
 
     def _step(self, work: Work, rows: Tensor, ref_logp_BL: Tensor | None) -> dict[str, float]:
@@ -67,13 +69,20 @@ class Steps:
         mode = self.config.algorithm.loss_aggregation
         mask_BL = work.mask_BL[rows.to(work.mask_BL.device)]
         denominator, num_tokens = aggregation_count(mask_BL, mode), mask_BL.sum()
-        self.built.ddp.zero_grad_buffer()
+        for model in self.built.models:
+            model.zero_grad_buffer()
         self.built.optimizer.zero_grad()
 
-        def loss_of(micro: MicroBatch, logp_bL: Tensor, entropy_bL: Tensor) -> tuple[Tensor, Figures]:
-            return self._loss(work, micro, logp_bL, entropy_bL, ref_logp_BL, denominator, num_tokens)
+        def loss_of(micro: MicroBatch, logits_bSV: Tensor) -> tuple[Tensor, Figures]:
+            return self._loss(work, micro, *self._logprobs(logits_bSV, micro), ref_logp_BL, denominator, num_tokens)
 
-        outputs = self._run(work, rows, loss_of, forward_only=False)
+        outputs = run_passes(self.built.ddp, work, rows, self.config, loss_of, forward_only=False)
+        if self.critic is not None:
+            values = self.critic.backward(work, rows, denominator)
+            outputs = [
+                {**policy, **value, "loss": policy["loss"] + value["value_loss"]}
+                for policy, value in zip(outputs, values, strict=True)
+            ]
         figures = self._over_ranks(outputs)
         self._require_finite(figures)
         self._set_lr()
@@ -121,55 +130,11 @@ class Steps:
         return total, {name: value.detach() for name, value in figures.items()}
 
     def _reference_logprobs(self, work: Work, reference: Reference | Adapters) -> Tensor:
-        """[B, L] log-probs of the frozen model; on stages without logits zeros, which nobody reads."""
-        rows = torch.arange(len(work.mask_BL))
-        ref_logp_BL = torch.zeros_like(work.mask_BL)
-
-        def keep(micro: MicroBatch, logp_bL: Tensor, entropy_bL: Tensor) -> tuple[Tensor, Figures]:
-            # Rows that only fill up are row 0 with an empty mask: they must not overwrite it.
-            is_real_b = micro.mask_bL.any(dim=1)
-            ref_logp_BL[micro.rows_b[is_real_b]] = logp_bL[is_real_b]
-            return logp_bL.sum(), {}
-
-        with reference.in_place(), torch.no_grad():
-            self._run(work, rows, keep, forward_only=True)
-        # A rank has computed its own share of the samples and reads others' in the steps.
-        dist.all_reduce(ref_logp_BL, group=parallel_state.get_data_parallel_group())
-        return ref_logp_BL
-
-    def _run(
-        self,
-        work: Work,
-        rows: Tensor,
-        loss_of: Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Figures]],
-        *,
-        forward_only: bool,
-    ) -> list[Figures]:
-        """Pass this rank's share of `rows` through the model; figures of each micro-batch on the last stage."""
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        micros = micro_batch_rows(rows, rank, size, self.config, work.width)
-
-        def step(remaining: Iterator[Tensor], stage: Any) -> tuple[Tensor, Any]:
-            micro = take(work, next(remaining))
-            output = stage(micro.ids_bS, micro.position_bS, None)
-
-            def loss(logits_bSV: Tensor) -> tuple[Tensor, Tensor, Figures]:
-                total, figures = loss_of(micro, *self._logprobs(logits_bSV, micro))
-                # Megatron-core divides by these tokens; the loss is divided already.
-                return total, torch.zeros((), dtype=torch.int, device=self.device), figures
-
-            return output, loss
-
-        outputs: list[Figures] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(micros),
-            model=self.built.ddp,
-            num_microbatches=len(micros),
-            seq_length=work.width,
-            micro_batch_size=len(micros[0]),
-            forward_only=forward_only,
-        )
-        return outputs
+        """[B, L] log-probs of the frozen model, on the last stage."""
+        with reference.in_place():
+            return of_every_sample(
+                self.built.ddp, work, self.config, lambda micro, logits_bSV: self._logprobs(logits_bSV, micro)[0]
+            )
 
     def _logprobs(self, logits_bSV: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         logp_M, entropy_M = vocab_parallel_logprobs(
@@ -187,6 +152,7 @@ class Steps:
         """Sums of all ranks' figures, on every rank; of the worst difference the largest."""
         names = ["policy_loss", "entropy", "kl", "loss", "clip_fraction"]
         names += ["kl_reference"] if self.reference is not None else []
+        names += ["value_loss"] if self.critic is not None else []
         sums = torch.zeros(len(names), device=self.device)
         worst = torch.zeros((), device=self.device)
         if self._speaks:
@@ -206,12 +172,11 @@ class Steps:
 
     def _set_lr(self) -> None:
         """Learning rate and weight decay of this step; norms and biases are not decayed, as Megatron has it."""
-        lr = self._lr(self.num_steps)
         for group in self.built.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["lr"] = self._lr(self.num_steps, group["max_lr"]) * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.config.trainer.weight_decay * group.get("wd_mult", 1.0)
 
-    def _lr(self, step: int) -> float:
+    def _lr(self, step: int, peak: float) -> float:
         trainer, run = self.config.trainer, self.config.run
         total = trainer.lr_decay_iters or run.num_rollout * (trainer.num_steps_per_rollout or 1)
-        return lr_at(step, trainer.lr, trainer.lr_warmup_iters, total, trainer.lr_decay_style, trainer.min_lr)
+        return lr_at(step, peak, trainer.lr_warmup_iters, total, trainer.lr_decay_style, trainer.min_lr)

@@ -106,18 +106,20 @@ class MegatronTrainer:
         self.steps = Steps(self.context, self.built, self.slot.device, reference)
 
     def _host_reference(self) -> Reference:
-        is_pinned = self.slot.device != "cpu"
-        self._reference = Reference(self._host_pool, self._regions["params"], is_pinned=is_pinned)
+        params = self._regions["params"]
+        size = params.end_of(parameter_tensors(self.built.ddp))
+        self._reference = Reference(self._host_pool, params, size, is_pinned=self.slot.device != "cpu")
         return self._reference
 
     def _find_regions(self) -> None:
         built = self.built
-        params = self._region("params", parameter_tensors(built.ddp))
+        # The policy's before a critic's, in every region: the reference is of the first part.
+        params = self._region("params", (t for m in built.models for t in parameter_tensors(m)))
         own = [t for t in optimizer_tensors(built.optimizer, self.slot.device) if t not in params]
         self._regions = {
             "params": params,
             "optimizer": self._region("optimizer", own),
-            "grads": self._region("grads", gradient_tensors(built.ddp)),
+            "grads": self._region("grads", (t for m in built.models for t in gradient_tensors(m))),
         }
         model = built.ddp.module
         self._where = {n: params.locate(n, p.data) for n, p in model.named_parameters()}
@@ -325,7 +327,9 @@ class MegatronTrainer:
 
     def _pieces(self, *, with_copies: bool) -> Iterator[Piece]:
         built = self.built
-        return pieces(built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
+        yield from pieces("policy", built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
+        if (placement := built.critic_placement) is not None:
+            yield from pieces("critic", placement, built.critic.module, built.optimizer, with_copies=with_copies)
 
     def _facts_of_state(self) -> dict[str, str]:
         config = self.context.config
@@ -335,4 +339,5 @@ class MegatronTrainer:
             "model": repr(self.built.shape),
             "precision": config.trainer.precision,
             "adapters": on if config.has_lora else "none",
+            "critic": str(config.has_critic),
         }

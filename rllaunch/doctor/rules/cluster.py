@@ -44,12 +44,13 @@ def _check_size(resolved: Resolved) -> Iterator[Finding]:
                 either(f"--num-nodes 1 --num-gpus-per-node {nodes * per_node}", join),
             )
         return
+    from rllaunch.doctor.gpus import read_node
     from rllaunch.resolve.detect import probe_machine
 
+    if nodes == 1 and per_node <= len(read_node().gpus):
+        return  # where CUDA_VISIBLE_DEVICES hides some of them, RL404 says so
     machine = probe_machine()
     present = len(machine.gpu_names)
-    if nodes == 1 and per_node <= present:
-        return
     enough = f"--num-nodes 1 --num-gpus-per-node {min(present, per_node)}" if present else ""
     unseen = f" ({machine.gpu_error})" if machine.gpu_error else ""
     yield SIZE.error(

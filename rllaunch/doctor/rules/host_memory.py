@@ -98,6 +98,11 @@ def is_a_node(resolved: Resolved, machine: MachineFacts) -> bool:
     return has_name or all(nbytes == hardware.gpu_memory_bytes for nbytes in machine.gpu_memory_bytes)
 
 
+def runs_here(resolved: Resolved, machine: MachineFacts) -> bool:
+    """Whether processes of the launch run on this machine, as far as can be seen."""
+    return ray_address(resolved)[0] in ("", "local") or is_a_node(resolved, machine)
+
+
 def _check_profile(resolved: Resolved) -> Iterator[Finding]:
     from rllaunch.resolve.detect import probe_machine
 

@@ -1,46 +1,68 @@
-"""Shared memory holds a bucket of the weight update."""
+"""Shared memory holds a bucket of the weight update, an arena where there is one, and Ray's objects."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.doctor.rules.cluster import ray_address
+from rllaunch.plan.choose import Unknown, plan_launch
 from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.origins import Resolved
 
 SHARED_MEMORY = Path("/dev/shm")
 BUCKET = "handoff.update_weight_buffer_size"
+BUFFERS = "handoff.offload_train_buffers"
 
 
-def check_shared_memory(resolved: Resolved, weights_bytes: int | None = None) -> list[Finding]:
-    """Whether `/dev/shm` has room for the buckets of the embedded backend.
+def check_shared_memory(
+    resolved: Resolved, weights_bytes: int | None = None, arena_bytes: int = 0, free_bytes: int | None = None
+) -> list[Finding]:
+    """Whether `/dev/shm` has room for what the trainer keeps there on a node.
 
     Args:
         weights_bytes: of the whole update, where known: a bucket is never larger than that.
+        arena_bytes: of all arenas of the node (`offload_train_buffers = shared`).
+        free_bytes: as the machine says unless given.
     """
     config = resolved.config
-    if config.trainer.backend != "embedded" or not SHARED_MEMORY.is_dir():
+    if config.trainer.backend not in ("embedded", "megatron") or not SHARED_MEMORY.is_dir():
         return []
-    needed_bytes = config.handoff.update_weight_buffer_size
+    bucket_bytes = config.handoff.update_weight_buffer_size
     if weights_bytes is not None:
-        needed_bytes = min(needed_bytes, weights_bytes)
-    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
-    if needed_bytes <= free_bytes:
+        bucket_bytes = min(bucket_bytes, weights_bytes)
+    if free_bytes is None:
+        free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    if bucket_bytes + arena_bytes <= free_bytes:
         return []
+    more = f"more {SHARED_MEMORY} (docker: --shm-size)"
+    if arena_bytes:
+        what = f"a bucket of the weight update and the arenas need {_mib(bucket_bytes)} + {_mib(arena_bytes)}"
+        fix = f"--offload-train-buffers fresh, or {more}"
+    else:
+        what = f"a bucket of the weight update needs {_mib(bucket_bytes)}"
+        fix = f"--update-weight-buffer-size {max(1, free_bytes // 2)}, or {more}"
     return [
         RULE.finding(
-            # An error only where the size of the update is known; else the bucket may be far smaller.
-            "error" if weights_bytes is not None else "warning",
+            # An error only where the size is known; else the bucket may be far smaller.
+            "error" if weights_bytes is not None or arena_bytes > free_bytes else "warning",
             resolved,
-            f"a bucket of the weight update needs {_mib(needed_bytes)} of shared memory, "
-            f"{SHARED_MEMORY} has {_mib(free_bytes)} free",
-            [BUCKET],
-            f"--update-weight-buffer-size {max(1, free_bytes // 2)}, or more {SHARED_MEMORY} (docker: --shm-size)",
+            f"{what} of shared memory, {SHARED_MEMORY} has {_mib(free_bytes)} free",
+            [BUCKET, *([BUFFERS] if arena_bytes else [])],
+            fix,
         )
     ]
+
+
+def arenas_bytes(resolved: Resolved) -> int:
+    """Bytes of a node's arenas, by the plan; 0 where there are none or nothing can be planned."""
+    config = resolved.config
+    if config.handoff.offload_train_buffers != "shared" or config.trainer.backend != "megatron":
+        return 0
+    choice = plan_launch(resolved)
+    return 0 if isinstance(choice, Unknown) else max(step.host.get("arena", 0) for step in choice.taken.plan.steps)
 
 
 def _mib(nbytes: int) -> str:
@@ -48,13 +70,13 @@ def _mib(nbytes: int) -> str:
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:
-    yield from check_shared_memory(resolved)
+    if ray_address(resolved)[0] in ("", "local"):
+        yield from check_shared_memory(resolved, arena_bytes=arenas_bytes(resolved))
 
 
 def _check_object_store(resolved: Resolved) -> Iterator[Finding]:
     config = resolved.config
-    is_local = not (config.cluster.ray_address or os.environ.get("RAY_ADDRESS"))
-    if not is_local or not SHARED_MEMORY.is_dir():
+    if ray_address(resolved)[0] not in ("", "local") or not SHARED_MEMORY.is_dir():
         return
     needed_bytes, free_bytes = object_store_bytes(config), shutil.disk_usage(SHARED_MEMORY).free
     if needed_bytes > free_bytes:
@@ -70,7 +92,7 @@ def _check_object_store(resolved: Resolved) -> Iterator[Finding]:
 
 RULE = Rule(
     code="RL506",
-    name="shared memory holds an update bucket",
+    name="shared memory holds an update bucket and the arenas",
     reason="containers start with 64 MiB of it (ray-project/ray#14535, allenai/open-instruct#1067)",
     check=_check,
     probes=True,
