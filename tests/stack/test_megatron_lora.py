@@ -90,6 +90,18 @@ def test_it_trains_the_adapters_that_the_embedded_trainer_trains(
     assert changed == (everywhere if targets == ALL else set(targets))
 
 
+def test_beside_a_critic_the_policy_alone_has_adapters(started: Any) -> None:
+    algorithm = KL | {"advantage_estimator": "ppo"}
+    figures = []
+    for cls, backend in ((MegatronTrainer, "megatron"), (EmbeddedTrainer, "embedded")):
+        trainer = started(cls, lora(backend, architecture=QWEN3, algorithm=algorithm))
+        figures.append(two_rollouts(trainer))
+        if cls is MegatronTrainer:
+            assert not any("lora" in name for name, _ in trainer.built.critic.named_parameters())
+    for got, want in zip(*figures, strict=True):
+        assert got == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in want.items()}
+
+
 def test_the_base_has_neither_gradients_nor_state_nor_a_reference_beside_it(started: Any) -> None:
     model = {"architecture": TIED, "dtype": "bfloat16"}
     trainer = started(
