@@ -30,7 +30,12 @@ def check_shared_memory(
     config = resolved.config
     if config.trainer.backend not in ("embedded", "megatron") or not SHARED_MEMORY.is_dir():
         return []
-    bucket_bytes = config.handoff.update_weight_buffer_size
+    # To an engine in a process of its own on the same GPU a bucket goes by way of the GPU's memory.
+    over_ipc = config.hardware.accelerator != "cpu" and "embedded" not in (
+        config.trainer.backend,
+        config.rollout.backend,
+    )
+    bucket_bytes = 0 if over_ipc else config.handoff.update_weight_buffer_size
     if weights_bytes is not None:
         bucket_bytes = min(bucket_bytes, weights_bytes)
     if free_bytes is None:
