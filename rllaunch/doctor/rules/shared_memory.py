@@ -44,7 +44,8 @@ def check_shared_memory(
         return []
     more = f"more {SHARED_MEMORY} (docker: --shm-size)"
     if arena_bytes:
-        what = f"a bucket of the weight update and the arenas need {_mib(bucket_bytes)} + {_mib(arena_bytes)}"
+        both = f"a bucket of the weight update and the arenas need {_mib(bucket_bytes)} + {_mib(arena_bytes)}"
+        what = both if bucket_bytes else f"the arenas of a node need {_mib(arena_bytes)}"
         fix = f"--offload-train-buffers fresh, or {more}"
     else:
         what = f"a bucket of the weight update needs {_mib(bucket_bytes)}"
