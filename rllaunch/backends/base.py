@@ -165,6 +165,7 @@ class MemoryReading:
 
     Args:
         moved_bytes: copied between GPU and host by this process since its last reading.
+        own_gpu_bytes: of `gpu_bytes` those that the processes of who reads hold; None where nothing tells.
     """
 
     gpu_bytes: int
@@ -172,6 +173,7 @@ class MemoryReading:
     gpu_peak_bytes: int
     host_peak_bytes: int
     moved_bytes: int = 0
+    own_gpu_bytes: int | None = None
 
 
 def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
@@ -182,6 +184,7 @@ def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
         max(r.gpu_peak_bytes for r in readings),
         max(r.host_peak_bytes for r in readings),
         max(r.moved_bytes for r in readings),
+        max((r.own_gpu_bytes for r in readings if r.own_gpu_bytes is not None), default=None),
     )
 
 

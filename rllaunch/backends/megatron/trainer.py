@@ -205,7 +205,7 @@ class MegatronTrainer:
     def memory(self) -> MemoryReading:
         if self._gpu is not None:
             holder = self._saved or self._copies
-            return self._gpu.reading(holder.take_moved() if holder is not None else 0)
+            return self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
         return read_memory(self._device_pool, self._host_pool, self._copies)
 
     def shutdown(self) -> None:
