@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from rig import QWEN3, make_batch, make_context, sent_by
-from stack_process import run_ranks, train_rank
+from stack_process import run_ranks, same_on_every_rank, train_rank
 from stack_rig import DEEPSEEK, free_port
 from test_megatron_trainer import (
     DISPATCHER,
@@ -231,6 +231,7 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
         for name, (architecture, trainer) in LAYOUTS.items()
     }
     run_ranks(2, train_rank, [free_port() for _ in launches], str(tmp_path), launches)
+    assert same_on_every_rank(tmp_path, 2) == set(LAYOUTS)
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
     alone: dict[str, Any] = {}
     for name, (architecture, _) in LAYOUTS.items():

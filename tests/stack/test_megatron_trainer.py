@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
-from stack_process import resume_rank, run_ranks, train_rank
+from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
 from stack_rig import DEEPSEEK, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
@@ -433,6 +433,7 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
         for name, (architecture, trainer) in LAYOUTS.items()
     }
     run_ranks(2, train_rank, [free_port() for _ in launches], str(tmp_path), launches)
+    assert same_on_every_rank(tmp_path, 2) == set(LAYOUTS)
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
     alone: dict[str, Any] = {}
     for name, (architecture, _) in LAYOUTS.items():
