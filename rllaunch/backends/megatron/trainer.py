@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -205,7 +206,8 @@ class MegatronTrainer:
     def memory(self) -> MemoryReading:
         if self._gpu is not None:
             holder = self._saved or self._copies
-            return self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
+            reading = self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
+            return reading if self._saved is not None else replace(reading, pinned_bytes=self._host_pool.used())
         return read_memory(self._device_pool, self._host_pool, self._copies)
 
     def shutdown(self) -> None:
