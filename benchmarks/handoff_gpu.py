@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -310,10 +311,11 @@ class Bench:
 
     def run(self) -> None:
         slot = Slot(0, 0, "cuda", str(self.directory / "ledgers"))
+        groups = [list(group) for _, group in groupby(self.wanted, key=lambda cell: cell.backend)]
+        # Their modules are imported while the engines start.
+        trainers = [Trainer(self.context(group[0]), slot) for group in groups]
         self.start_engines(slot)
-        for backend in dict.fromkeys(cell.backend for cell in self.wanted):
-            its = [cell for cell in self.wanted if cell.backend == backend]
-            trainer = Trainer(self.context(its[0]), slot)
+        for its, trainer in zip(groups, trainers, strict=True):
             self.backup_bytes = sum(trainer.call("init").values())
             self.ceiling = trainer.call("ceiling")
             held = ""

@@ -174,6 +174,8 @@ class MemoryReading:
 
     Args:
         moved_bytes: copied between GPU and host by this process since its last reading.
+        own_gpu_bytes: of `gpu_bytes` those that the processes of who reads hold; None where nothing tells.
+        pinned_bytes: of `host_bytes` those that the trainers' host copies on the node take; None where nobody counts.
     """
 
     gpu_bytes: int
@@ -181,6 +183,8 @@ class MemoryReading:
     gpu_peak_bytes: int
     host_peak_bytes: int
     moved_bytes: int = 0
+    own_gpu_bytes: int | None = None
+    pinned_bytes: int | None = None
 
 
 def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
@@ -191,6 +195,8 @@ def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
         max(r.gpu_peak_bytes for r in readings),
         max(r.host_peak_bytes for r in readings),
         max(r.moved_bytes for r in readings),
+        max((r.own_gpu_bytes for r in readings if r.own_gpu_bytes is not None), default=None),
+        max((r.pinned_bytes for r in readings if r.pinned_bytes is not None), default=None),
     )
 
 

@@ -52,24 +52,31 @@ class GpuMemory:
         with self._lock:
             self._peak = max(self._peak[0], now[0]), max(self._peak[1], now[1])
 
-    def reading(self, moved_bytes: int = 0) -> MemoryReading:
-        """Now, and the most since the last reading."""
+    def reading(self, moved_bytes: int = 0, pids: Sequence[int] = ()) -> MemoryReading:
+        """Now, and the most since the last reading.
+
+        Args:
+            pids: of the processes whose own share is asked for.
+        """
         now = self._now()
         self._raise(now)
         with self._lock:
             peak, self._peak = self._peak, now
-        return MemoryReading(now[0], now[1], peak[0], peak[1], moved_bytes)
+        return MemoryReading(now[0], now[1], peak[0], peak[1], moved_bytes, self.of_processes(pids))
 
     def of_processes(self, pids: Sequence[int]) -> int | None:
-        """Bytes that these processes hold on the fullest of the GPUs; None where NVML does not tell."""
+        """Bytes that these processes hold on the fullest of the GPUs; None where NVML does not tell, as in a container
+        that has other numbers for its processes."""
         totals = []
+        if not pids:
+            return None
         for handle in self._handles:
             try:
                 running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             except self._nvml.NVMLError:
                 return None
             held = [p.usedGpuMemory for p in running if p.pid in pids]
-            if any(amount is None for amount in held):
+            if not held or any(amount is None for amount in held):
                 return None
             totals.append(sum(map(int, held)))
         return max(totals, default=None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rllaunch.errors import ConfigError
 from rllaunch.plan import constants as c
-from rllaunch.plan.handoff import TIERS, HandoffOptions, Region, Schedule, Step, Tier, build_schedule
+from rllaunch.plan.handoff import BACKED_UP, TIERS, HandoffOptions, Region, Schedule, Step, Tier, build_schedule
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.plan.sizes import TRAINER_PARTS, LaunchSizes
 from rllaunch.resolve.schema import LaunchConfig
@@ -240,6 +240,7 @@ class _Speed:
 
     def __init__(self, config: LaunchConfig, options: HandoffOptions, sizes: LaunchSizes) -> None:
         self.options = options
+        self.uses_saver = config.handoff.trainer_offload_backend == "torch_memory_saver"
         self.update_bytes = sizes.update_bytes
         link = config.hardware.host_link_bytes_per_second
         self.link = (link or c.ASSUMED_LINK.value) * c.LINK_SHARE.value
@@ -263,7 +264,9 @@ class _Speed:
         rate = self.link
         if self.options.buffers == "fresh":
             # Pages that are pinned for one stay cost more than what is copied into them.
-            rate = min(rate, c.PIN_FRESH.value if action == "copy_out" else c.UNPIN_FRESH.value)
+            is_arena = region in BACKED_UP and not self.uses_saver
+            out, back = (c.PIN_FRESH, c.UNPIN_FRESH) if is_arena else (c.SAVER_PIN, c.SAVER_UNPIN)
+            rate = min(rate, out.value if action == "copy_out" else back.value)
         return self.bytes.get(region, 0) / rate
 
     def _update(self) -> float:

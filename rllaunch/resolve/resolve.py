@@ -544,9 +544,8 @@ def _derive(config: LaunchConfig, origins: Mapping[str, tuple[Origin, ...]]) -> 
         source = "rollout_batch_size × n_samples_per_prompt ÷ num_steps_per_rollout"
         derived.append(Setting("trainer.global_batch_size", samples // steps, source))
     if trainer.backend == "megatron" and trainer.micro_batch_size is None and trainer.max_tokens_per_gpu is None:
-        derived.append(
-            Setting("trainer.micro_batch_size", 1, "megatron: one sample, unless max_tokens_per_gpu says more")
-        )
+        source = "megatron: a micro-batch of several samples where these are short; a longer one is one by itself"
+        derived.append(Setting("trainer.max_tokens_per_gpu", 2048, source))
     if trainer.expert_tensor_parallel_size is None:
         source = "follows trainer.tensor_model_parallel_size"
         derived.append(Setting("trainer.expert_tensor_parallel_size", trainer.tensor_model_parallel_size, source))

@@ -152,9 +152,11 @@ class Trainer(Section):
     num_steps_per_rollout: Annotated[int | None, Flag("--num-steps-per-rollout")] = Field(default=None, ge=1)
     """Optimizer steps one rollout is cut into; follows from `global_batch_size` when that is set, else 1."""
     micro_batch_size: Annotated[int | None, Flag("--micro-batch-size")] = Field(default=None, ge=1)
-    """Samples of one forward and backward pass on a rank. Unset: one (`megatron`), or the whole share (`embedded`)."""
+    """Samples of one forward and backward pass on a rank. Unset: as many as `max_tokens_per_gpu` has room for
+    (`megatron`), or the whole share (`embedded`)."""
     max_tokens_per_gpu: Annotated[int | None, Flag("--max-tokens-per-gpu")] = Field(default=None, ge=1)
-    """Token budget of a dynamic micro-batch on one GPU."""
+    """Tokens of one forward and backward pass on a rank; a longer sample is one by itself. `megatron` takes 2048 where
+    neither this nor `micro_batch_size` is set."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], Flag("--recompute-granularity")] = "none"
     """Which activations are computed again in the backward pass."""
     optimizer_cpu_offload: Annotated[bool, Flag("--optimizer-cpu-offload")] = False
@@ -359,6 +361,11 @@ class LaunchConfig(BaseSettings):
     @property
     def has_lora(self) -> bool:
         return self.algorithm.lora_rank > 0
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether updates send LoRA's adapters by themselves: only the embedded trainer does not merge them."""
+        return self.has_lora and self.trainer.backend == "embedded"
 
     @property
     def num_samples(self) -> int:

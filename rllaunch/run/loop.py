@@ -244,6 +244,8 @@ class Loop:
             "bytes_moved": result.report.get("update_bytes", memory.moved_bytes),
             "gpu_bytes": memory.gpu_bytes,
             "host_bytes": memory.host_bytes,
+            "own_gpu_bytes": memory.own_gpu_bytes,
+            "pinned_bytes": memory.pinned_bytes,
             "gpu_peak_bytes": memory.gpu_peak_bytes,
             "host_peak_bytes": memory.host_peak_bytes,
             "planned_bytes_moved": planned.bytes_moved,

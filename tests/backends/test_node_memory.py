@@ -38,6 +38,28 @@ def test_a_reading_is_the_fullest_gpu_with_the_peak_since_the_last(monkeypatch: 
     assert (second.gpu_peak_bytes, second.host_peak_bytes) == (300, 1500)
 
 
+def test_the_share_of_some_processes_is_told_where_the_driver_tells_it(monkeypatch: pytest.MonkeyPatch):
+    running = [SimpleNamespace(pid=7, usedGpuMemory=100), SimpleNamespace(pid=8, usedGpuMemory=30)]
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=200),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: running,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    gpus = GpuMemory(["GPU-a"])
+    try:
+        assert gpus.reading(pids=[7, 8, 9]).own_gpu_bytes == 130
+        # A container may number its processes otherwise than the driver: then nothing is known, not nothing held.
+        assert gpus.reading(pids=[9]).own_gpu_bytes is None
+        assert gpus.reading().own_gpu_bytes is None
+        running[0].usedGpuMemory = None
+        assert gpus.reading(pids=[7, 8]).own_gpu_bytes is None
+    finally:
+        gpus.stop()
+
+
 def test_host_memory_is_the_containers_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     current = tmp_path / "memory.current"
     current.write_text("12345\n")

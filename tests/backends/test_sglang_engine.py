@@ -195,6 +195,11 @@ def test_what_it_cannot_do_is_said_before_it_starts(tmp_path: Path):
         SglangEngine(context, Slot(0, 0, "cpu", str(tmp_path)))
 
 
+def test_adapters_that_the_trainer_merges_are_no_concern_of_the_engine(tmp_path: Path):
+    context = make_context("lora", HandoffOptions(engine_weights="mirror"), trainer={"backend": "megatron"})
+    SglangEngine(context, Slot(0, 0, "cpu", str(tmp_path)))
+
+
 @pytest.mark.parametrize(("slot", "per_engine", "expected"), [(0, 1, "GPU-a"), (3, 1, "GPU-d"), (2, 2, "GPU-c,GPU-d")])
 def test_an_engine_has_the_gpus_of_its_slots(slot: int, per_engine: int, expected: str):
     """By UUID: the numbers in this process's CUDA_VISIBLE_DEVICES are its own."""
@@ -329,3 +334,28 @@ def test_the_process_ends_when_its_parent_lets_go():
         time.sleep(0.01)
     assert not any(map(is_running, process._tree))
     process.shutdown()
+
+
+def first_update(engine: SglangEngine, handle: str) -> None:
+    engine.begin_weight_update(0)
+    for name in sorted(engine._names._known or ()):
+        engine.load_bucket(Bucket(handle, 64, (TensorSlice(name, "float32", (2, 2), 0),)))
+    engine.end_weight_update(0)
+
+
+def test_a_first_update_that_brings_other_weights_than_were_loaded_is_refused(engine: FakeEngine):
+    with pytest.raises(RunError, match="of the first update differ from what SGLang loaded by itself: lm_head"):
+        first_update(engine, "garbled")
+    with pytest.raises(RunError, match="it failed in the update to version 0"):
+        engine.generate(request_of("12", version=0))
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(True, "other"), (False, "as loaded")])
+def test_asked_for_the_check_starts_from_weights_that_were_overwritten(tmp_path: Path, asked: bool, expected: str):
+    """So that an update which writes nothing does not pass for one that wrote the same."""
+    engine = started(tmp_path, handoff={"check_weight_update_equal": asked})
+    try:
+        engine.begin_weight_update(0)
+        assert engine._call("checksums") == [{"lm_head": expected}]
+    finally:
+        engine.shutdown()

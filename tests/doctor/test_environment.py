@@ -308,8 +308,18 @@ def test_a_bucket_is_never_larger_than_the_weights() -> None:
 
 
 @needs_shared_memory
+def test_a_bucket_that_goes_by_way_of_the_gpu_takes_no_shared_memory() -> None:
+    launch = resolved_of({"handoff.update_weight_buffer_size": 512 * 2**20})
+    assert check_shared_memory(launch, free_bytes=2**20) == []
+    (arena,) = check_shared_memory(launch, arena_bytes=80 * GIB, free_bytes=64 * GIB)
+    assert arena.message == "the arenas of a node need 81920 MiB of shared memory, /dev/shm has 65536 MiB free"
+
+
+@needs_shared_memory
 def test_shared_memory_holds_the_megatron_trainers_bucket_and_arenas() -> None:
-    launch = resolved_of({"handoff.update_weight_buffer_size": 512 * 2**20, "handoff.offload_train_buffers": "shared"})
+    launch = resolved_of({
+        "handoff.update_weight_buffer_size": 512 * 2**20, "handoff.offload_train_buffers": "shared", "rollout.backend": "embedded",
+    })  # fmt: skip
     (bucket,) = check_shared_memory(launch, free_bytes=64 * 2**20)
     assert (bucket.level, bucket.fix) == (
         "warning",
@@ -335,7 +345,7 @@ def test_the_arenas_of_a_node_are_as_large_as_the_plan_says(rllaunch: Any, monke
         found[buffers] = [f["message"] for f in answer["findings"] if f["code"] == "RL506" and "arenas" in f["message"]]
     plan = rllaunch("plan", *launch, "--offload-train-buffers", "shared", "--engine-weights", "mirror").json()
     arena = max(step["host"].get("arena", 0) for step in plan["steps"])
-    assert f" + {arena / 2**20:.0f} MiB of shared memory" in found["shared"][0]
+    assert f" {arena / 2**20:.0f} MiB of shared memory" in found["shared"][0]
     assert found["fresh"] == []
 
 

@@ -25,15 +25,18 @@ def cpu_guest(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-@pytest.mark.parametrize(("order", "estimator"), [("cpu", "grpo"), ("gpu", "grpo"), ("cpu", "ppo")])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--colocate-memory-peak-device", "gpu"), ("--lora-rank", "4"), ("--advantage-estimator", "ppo")],
+    ids=["cpu order", "gpu order", "lora", "ppo"],
+)
 def test_two_tensor_parallel_ranks_train_the_run_that_the_embedded_trainer_trains(
-    order: str, estimator: str, cpu_guest: dict[str, str], tmp_path: Path
+    more: tuple[str, ...], cpu_guest: dict[str, str], tmp_path: Path
 ) -> None:
     def run(name: str, *words: str) -> Run:
         path = tmp_path / name
-        common = ("--num-gpus-per-node", "2", "--num-rollout", "3", "--colocate-memory-peak-device", order)
-        common += ("--advantage-estimator", estimator)
-        return finish(start(path, *common, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
+        common = ("--num-gpus-per-node", "2", "--num-rollout", "3")
+        return finish(start(path, *common, *more, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
 
     ours = run("ours", "--trainer-backend", "megatron-cpu", "--tensor-model-parallel-size", "2")
     theirs = run("theirs")

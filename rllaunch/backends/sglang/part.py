@@ -33,11 +33,11 @@ class NodePart:
 
     def __init__(self, context: LaunchContext, slot: Slot) -> None:
         config = context.config
-        if config.has_lora:
+        if config.sends_adapters:
             raise ConfigError(
                 "the sglang engine takes whole weights, not LoRA adapters",
                 f"algorithm.lora_rank = {config.algorithm.lora_rank}",
-                "--lora-rank 0, or --rollout-backend embedded",
+                "--lora-rank 0, or --trainer-backend megatron, which merges them",
             )
         self.context = context
         self.slot = slot
@@ -133,7 +133,7 @@ class NodePart:
 
     def memory(self) -> MemoryReading:
         if self._gpus is not None:
-            return self._gpus.reading()
+            return self._gpus.reading(pids=self._process.pids if self._process is not None else ())
         assert self._pools is not None, "memory is read after the start"
         return read_memory(*self._pools, None)
 

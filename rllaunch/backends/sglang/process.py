@@ -57,6 +57,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def pids(self) -> list[int]:
+        """Of it and of the processes below it that were there at the last look."""
+        return [process.pid for process in self._tree]
+
     def call(self, name: str, *arguments: Any) -> Any:
         """The answer of `name(*arguments)` over there.
 

@@ -30,7 +30,12 @@ def check_shared_memory(
     config = resolved.config
     if config.trainer.backend not in ("embedded", "megatron") or not SHARED_MEMORY.is_dir():
         return []
-    bucket_bytes = config.handoff.update_weight_buffer_size
+    # To an engine in a process of its own on the same GPU a bucket goes by way of the GPU's memory.
+    over_ipc = config.hardware.accelerator != "cpu" and "embedded" not in (
+        config.trainer.backend,
+        config.rollout.backend,
+    )
+    bucket_bytes = 0 if over_ipc else config.handoff.update_weight_buffer_size
     if weights_bytes is not None:
         bucket_bytes = min(bucket_bytes, weights_bytes)
     if free_bytes is None:
@@ -39,7 +44,8 @@ def check_shared_memory(
         return []
     more = f"more {SHARED_MEMORY} (docker: --shm-size)"
     if arena_bytes:
-        what = f"a bucket of the weight update and the arenas need {_mib(bucket_bytes)} + {_mib(arena_bytes)}"
+        both = f"a bucket of the weight update and the arenas need {_mib(bucket_bytes)} + {_mib(arena_bytes)}"
+        what = both if bucket_bytes else f"the arenas of a node need {_mib(arena_bytes)}"
         fix = f"--offload-train-buffers fresh, or {more}"
     else:
         what = f"a bucket of the weight update needs {_mib(bucket_bytes)}"

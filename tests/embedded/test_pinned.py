@@ -1,0 +1,60 @@
+"""Faulting in pages by several threads; page-locking itself needs a GPU (`tests/gpu`)."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+
+import psutil
+import pytest
+import torch
+
+from rllaunch.backends.embedded import pinned
+from rllaunch.errors import RunError
+
+MIB = 2**20
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def test_pages_are_there_afterwards_with_what_was_in_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 16 * MIB)  # several, the last one short
+    host_bytes = mapped(100 * MIB)
+    host_bytes[5], host_bytes[-1] = 7, 9
+    before = psutil.Process().memory_info().rss
+    pinned.fault_in(host_bytes)
+    assert psutil.Process().memory_info().rss - before > 90 * MIB
+    assert (int(host_bytes[5]), int(host_bytes[-1]), int(host_bytes.sum())) == (7, 9, 16)
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
+def test_memory_that_is_not_there_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch, code: int):
+    def refuse(*arguments: int) -> int:
+        pinned.ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(pinned, "_libc", type("Libc", (), {"madvise": staticmethod(refuse)}))
+    with pytest.raises(RunError, match=os.strerror(code)):
+        pinned.fault_in(mapped(MIB))
+
+
+def test_an_older_kernel_faults_in_when_pages_are_locked(monkeypatch: pytest.MonkeyPatch):
+    def unknown(*arguments: int) -> int:
+        pinned.ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(pinned, "_libc", type("Libc", (), {"madvise": staticmethod(unknown)}))
+    pinned.fault_in(mapped(MIB))
+
+
+def test_a_file_in_memory_that_outgrows_its_disk_is_an_error(tmp_path: object):
+    """A page beyond the end of its file would end the process by a signal, were it touched."""
+    with open(f"{tmp_path}/short", "w+b") as file:
+        file.truncate(2 * MIB)
+        host_bytes = torch.frombuffer(mmap.mmap(file.fileno(), 2 * MIB), dtype=torch.uint8)
+        file.truncate(MIB)
+        with pytest.raises(RunError, match="refuses 2,097,152 bytes"):
+            pinned.fault_in(host_bytes)
