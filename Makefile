@@ -62,7 +62,7 @@ $(STACK_SGLANG)/.installed: constraints/stack-sglang.txt pyproject.toml
 	@touch $@
 
 test-stack-sglang: $(STACK_SGLANG)/.installed ## The sglang engine on this machine's CPU (ARGS="-k checksum" …)
-	$(STACK_SGLANG)/bin/python -m pytest -m stack tests/stack/test_sglang_engine.py $(ARGS)
+	$(STACK_SGLANG)/bin/python -m pytest -m stack tests/stack/test_sglang_engine.py tests/stack/test_sglang_runs.py $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff, and the import contracts
 	$(BIN)/ruff check .

@@ -319,8 +319,10 @@ def test_errors_over_there_arrive_as_errors_of_ours():
         assert (caught.value.where, caught.value.fix) == (("where it was",), "what to do")
         with pytest.raises(RunError, match="SGLang failed in fail: KeyError: 'weights'"):
             process.call("fail", "theirs")
-        with pytest.raises(RunError, match="engine-7: its process was killed by SIGKILL during fail"):
+        with pytest.raises(RunError, match="engine-7: its process was killed by SIGKILL during fail") as died:
             process.call("fail", "die")
+        assert died.value.fix is not None
+        assert "the run's engine-7.log has SGLang's last words" in str(died.value.fix)
     finally:
         process.shutdown()
 
