@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,6 @@ pytest.importorskip("megatron.core")
 from launching import Run, finish, start
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
-
-
-@pytest.fixture
-def cpu_guest(tmp_path: Path) -> dict[str, str]:
-    """Variables under which a plugin brings `--trainer-backend megatron-cpu`."""
-    info = tmp_path / "site" / "cpu_guest-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu_guest\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[rllaunch]\ncpu_guest = megatron_cpu_guest\n")
-    path = [str(Path(__file__).parent), str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 @pytest.mark.parametrize(
