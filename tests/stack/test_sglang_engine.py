@@ -5,9 +5,11 @@ make test-stack ARGS="-k sglang"
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +25,7 @@ from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, Laun
 from rllaunch.backends.embedded.model import build_model
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.sglang.engine import SglangEngine, one_checksum
+from rllaunch.backends.sglang.follower import SglangFollower
 from rllaunch.backends.sglang.options import known_names
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, HandoffOptions
@@ -241,3 +244,48 @@ def test_when_a_rank_dies_the_engine_is_unhealthy_and_leaves_nothing_behind(tmp_
         engine.shutdown()
         made.trainer.shutdown()
     assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_an_engine_of_two_parts_answers_as_transformers_and_notices_the_death_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Two nodes on this machine: a rank in each part, found at the first one's meeting point."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1" if (os.cpu_count() or 1) > 1 else "0|0")
+    spanning = {**SECTIONS["rollout"], "rollout_num_gpus_per_engine": 2}
+    context = make_context(
+        options=HandoffOptions(engine_weights="discard"),
+        architecture={**QWEN3, "num_key_value_heads": 2},
+        num_slots=2,
+        rollout=spanning,
+        cluster={"num_nodes": 2, "num_gpus_per_node": 1},
+    )
+    engine = SglangEngine(context, Slot(0, 0, "cpu", str(tmp_path)))
+    follower = SglangFollower(context, Slot(1, 1, "cpu", str(tmp_path)))
+    meeting_point = engine.meeting_point("127.0.0.1")
+    try:
+        with ThreadPoolExecutor(1) as calls:
+            following = calls.submit(follower.start, meeting_point)
+            following.add_done_callback(lambda f: engine.abandon() if f.exception() else None)
+            # Both write the model's first weights, from one generator of random numbers: here they share a process.
+            while follower._process is None and not following.done():
+                time.sleep(0.05)
+            try:
+                engine.start()
+            except BaseException:
+                follower.abandon()
+                raise
+            following.result()
+        engine.version = 0
+        request = request_of(0)
+        assert off_by(build_model(context), request, engine.generate(request), 0.7) < 1e-4
+        assert len(engine._call("checksums")) == 2
+        assert follower.check_health()
+        assert follower._process is not None
+        [rank, *_] = follower._process._ranks
+        rank.kill()
+        assert follower.wait() == f"engine-0-node-1: its process {rank.pid} ended"
+        assert not follower.check_health()
+    finally:
+        engine.abandon()
+        follower.shutdown()
+        engine.shutdown()
