@@ -270,8 +270,8 @@ class _Speed:
         return self.bytes.get(region, 0) / rate
 
     def _update(self) -> float:
-        """From the GPU, or from the backup over the link and then to the engine."""
+        """From the GPU, or each GPU's own part from the backup over the link; then all of it to every engine."""
         seconds = self.update_bytes / c.UPDATE_SPEED.value
         if self.options.offload_train:
-            seconds += self.update_bytes / self.link
+            seconds += min(self.update_bytes, self.bytes.get("params", self.update_bytes)) / self.link
         return seconds

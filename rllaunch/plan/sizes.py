@@ -95,7 +95,7 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
     nodes = [ranks[i : i + per_node] for i in range(0, len(ranks), per_node)]
     engine_gpu = engine.regions()
     # One is filled while the engine reads the other.
-    bucket: dict[Region, int] = {"update_bucket": 2 * config.handoff.update_weight_buffer_size}
+    bucket: dict[Region, int] = {"update_bucket": _update_bytes(config, architecture)}
     gpus = tuple(dict(regions) | engine_gpu | bucket for regions in _undominated([s.regions for s in stages]))
     kept = [_backup(config, s) for s in stages]
 
@@ -120,6 +120,17 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
         update_bytes=engine.sent_bytes(),
         notes=tuple(trainer.notes + engine.notes),
     )
+
+
+def _update_bytes(config: LaunchConfig, architecture: Architecture) -> int:
+    """Two buckets, of which one may meet a tensor larger than itself; where ranks share tensors, also the shards and
+    the whole of the one under way."""
+    element = 4 if config.model.dtype == "float32" else 2
+    largest = element * max((w.numel for w in (*architecture.embedding, *architecture.head)), default=0)
+    size = config.handoff.update_weight_buffer_size
+    trainer = config.trainer
+    is_shared = trainer.tensor_model_parallel_size > 1 or trainer.pipeline_model_parallel_size > 1
+    return size + max(size, largest) + (2 * largest if is_shared else 0)
 
 
 def _undominated(stages: Sequence[Mapping[Region, int]]) -> list[Mapping[Region, int]]:
@@ -515,9 +526,10 @@ class _Engine:
         return total
 
     def sent_bytes(self) -> int:
-        """What one update sends to one GPU: its part in the trainer's precision, LoRA's adapters merged into it."""
+        """What one update sends to one GPU: all weights in the trainer's precision, LoRA's adapters merged into them.
+        An engine of several GPUs cuts them itself."""
         element = 4 if self.config.model.dtype == "float32" else 2
-        return self.arch.num_parameters * element // self.tp
+        return self.arch.num_parameters * element
 
     def tokens(self, kv_bytes: int) -> int:
         per_token = self._kv_bytes_per_token()

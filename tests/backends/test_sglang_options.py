@@ -224,6 +224,12 @@ def test_a_block_with_one_taken_port_is_passed_over():
     assert second.start > first[-1]
 
 
+def test_two_launches_on_a_machine_begin_to_look_at_different_ports():
+    begun = {find_ports(0, 8, f"/dev/shm/rllaunch-{launch}").start for launch in range(8)}
+    assert len(begun) > 4
+    assert find_ports(0, 8, "a").start == find_ports(0, 8, "a").start
+
+
 def test_no_free_block_is_told(monkeypatch: pytest.MonkeyPatch):
     free = find_ports(0, 1)
     monkeypatch.setattr(options, "PORTS", free)

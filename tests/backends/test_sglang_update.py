@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -114,5 +115,17 @@ def test_a_handle_is_passed_on_as_it_came_without_being_opened():
 
 
 def test_a_handle_of_something_else_is_refused():
-    with pytest.raises(RunError, match="holds a ndarray, not a CUDA tensor"):
+    with pytest.raises(RunError, match=r"names numpy.*, which no CUDA tensor does"):
         relay(pickle.dumps(np.zeros(3)))
+    with pytest.raises(RunError, match="holds a tuple, not a CUDA tensor"):
+        relay(pickle.dumps((torch.uint8,)))
+
+
+class _Calls:
+    def __reduce__(self) -> tuple[Any, Any]:
+        return os.system, ("exit 1",)
+
+
+def test_a_handle_calls_nothing():
+    with pytest.raises(RunError, match=r"names (posix|nt).system, which no CUDA tensor does"):
+        relay(pickle.dumps(_Calls()))

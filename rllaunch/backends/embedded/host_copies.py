@@ -196,6 +196,8 @@ class Arena:
         """Remove the file and its entry in the books, if this process used it; harmless when another did so before."""
         if self._file is None:
             return
+        if self._is_pinned and self._path in _MAPPED:
+            release_pinned(self._file.bytes)
         self._file.remove()
         self._file = None
         _MAPPED.pop(self._path, None)
@@ -217,9 +219,15 @@ class Arena:
         """This process's one mapping of the file: the driver pins the same pages once a process, not twice."""
         file = _MAPPED.get(self._path)
         if file is None or not self._path.exists():
+            is_new = not self._path.exists()
             file = SharedFile(self._path, self._PAGE_BYTES + self.nbytes)
-            if self._is_pinned:
-                pin(file.bytes)
+            try:
+                if self._is_pinned:
+                    pin(file.bytes)
+            except RunError:
+                if is_new:
+                    file.remove()
+                raise
             _MAPPED[self._path] = file
         return file
 

@@ -31,6 +31,8 @@ def allocate_pinned(nbytes: int) -> Tensor:
     Raises:
         RunError: the machine has not so much memory, or the driver refuses to lock it.
     """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)  # there is no mapping of nothing
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as err:
@@ -43,6 +45,9 @@ def allocate_pinned(nbytes: int) -> Tensor:
 
 
 def release_pinned(host_bytes: Tensor) -> None:
+    """Before the last view of them goes: pages that are unmapped while they are locked stay locked."""
+    if not host_bytes.numel():
+        return
     torch.cuda.cudart().cudaHostUnregister(host_bytes.data_ptr())  # type: ignore[no-untyped-call]
 
 

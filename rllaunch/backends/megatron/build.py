@@ -251,9 +251,10 @@ def _make_moments(optimizer: Any) -> None:
 def set_num_steps(optimizer: Any, num_steps: int) -> None:
     """Tell Adam how many steps its moments are of."""
     for one in torch_optimizers(optimizer):
+        counted = [state["step"] for state in one.state.values() if "step" in state]
+        for step in counted:
+            step.fill_(num_steps)
         for group in one.param_groups:
-            if "step" in group:
+            # A fused Adam counts in its groups, from its first step on only.
+            if "step" in group or (not counted and num_steps and group["params"]):
                 group["step"] = num_steps
-        for state in one.state.values():
-            if "step" in state:
-                state["step"].fill_(num_steps)

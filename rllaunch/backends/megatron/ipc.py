@@ -46,21 +46,26 @@ class IpcSender:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with ThreadPoolExecutor(1, "update") as calls, torch.cuda.stream(stream):
             try:
-                for name, tensor in named:
-                    offset = -(-self._nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-                    if self._tensors and offset + tensor.nbytes > self._limit:
-                        self._flush(sink, calls)
-                        offset = 0
-                    target = self._buffer(offset + tensor.nbytes)[offset : offset + tensor.nbytes]
-                    target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-                    piece = TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset)
-                    self._tensors.append(piece)
-                    self._nbytes = offset + tensor.nbytes
-                self._flush(sink, calls)
-                self._wait()
-                return self._sent
+                # In a call of its own: what still named a buffer here would keep it past the end.
+                return self._send_all(named, sink, calls)
             finally:
                 self._give_back(stream)
+
+    def _send_all(self, named: Iterable[tuple[str, Tensor]], sink: WeightSink | None, calls: ThreadPoolExecutor) -> int:
+        for name, tensor in named:
+            offset = -(-self._nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            if self._tensors and offset + tensor.nbytes > self._limit:
+                self._flush(sink, calls)
+                offset = 0
+            target = self._buffer(offset + tensor.nbytes)[offset : offset + tensor.nbytes]
+            target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            self._tensors.append(TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            self._nbytes = offset + tensor.nbytes
+        self._flush(sink, calls)
+        self._wait()
+        # An engine closes a bucket before it answers, and rank 0 alone has the answer: before it, nothing can be freed.
+        _meet()
+        return self._sent
 
     def _buffer(self, needed: int) -> Tensor:
         if self._turn == len(self._buffers):
@@ -124,6 +129,12 @@ class _Pickled:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._rebuild, self._arguments
+
+
+def _meet() -> None:
+    """All ranks are here, without a word to their GPUs."""
+    if dist.get_world_size() > 1:
+        dist.all_gather_object([None] * dist.get_world_size(), None)
 
 
 def _all_handles(mine: bytes) -> tuple[bytes, ...]:

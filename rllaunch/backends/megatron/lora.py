@@ -179,6 +179,8 @@ class _Adapter:
 
     def merged(self, weight_OI: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The weight that computes the same without an adapter, in its own dtype; from this rank's parts alone."""
+        if not b.any():
+            return weight_OI  # to the bit: adding a zero would turn -0 into 0
         whole_OI = torch.addmm(weight_OI.to(b.dtype), self._spread(b), a, alpha=self.scale)
         return whole_OI.to(weight_OI.dtype)
 

@@ -276,7 +276,8 @@ class MegatronTrainer:
         dist.barrier()
         named = self.built.placement.spread(self._local(self.slot.device), self.slot.device)
         wanted = as_engine_wants(named, self.context, self.built.shape)
-        sent = IpcSender(self.slot.device, self._bucket_bytes).send(wanted, sink if is_first else None)
+        limit = min(self.context.config.handoff.update_weight_buffer_size, self._bucket_bytes)
+        sent = IpcSender(self.slot.device, limit).send(wanted, sink if is_first else None)
         if is_first:
             sink.end_weight_update(version)
         return sent if is_first else 0

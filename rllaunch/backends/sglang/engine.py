@@ -14,7 +14,7 @@ import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, Slot
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of
-from rllaunch.backends.sglang.options import meeting_point
+from rllaunch.backends.sglang.options import given, meeting_point
 from rllaunch.backends.sglang.part import NodePart
 from rllaunch.backends.sglang.state import EngineState
 from rllaunch.backends.sglang.update import Names
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rllaunch.backends.base import FloatArray, IntArray
 
 GIB = 2**30
+# Options under which an engine holds other numbers than it is sent.
+_QUANTISING = ("quantization", "torchao_config")
 
 
 class SglangEngine(NodePart):
@@ -82,8 +84,10 @@ class SglangEngine(NodePart):
     @property
     def _is_comparable(self) -> bool:
         """Whether the trainer's first update is to give exactly what the engine loads by itself."""
-        is_plain = self.context.config.rollout.dtype in ("float32", "bfloat16")
-        return is_plain and "quantization_config" not in self.context.config.model.architecture
+        config, options = self.context.config, given(self.context)
+        is_plain = config.rollout.dtype in ("float32", "bfloat16") and not any(map(options.get, _QUANTISING))
+        is_loaded = options.get("load_format", "auto") != "dummy"
+        return is_plain and is_loaded and "quantization_config" not in config.model.architecture
 
     def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:
         """SGLang's own figures, to a MiB; on `cpu` it takes the weights' from free memory, where others live."""

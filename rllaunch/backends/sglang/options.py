@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+from zlib import crc32
 
 from rllaunch.backends.base import LaunchContext, Slot
 from rllaunch.errors import ConfigError, EnvironmentProblem, did_you_mean
@@ -206,16 +207,20 @@ def _version_line() -> str:
         return "sglang"
 
 
-def find_ports(index: int, num_engines: int) -> range:
-    """Ports that are free now and that no other engine of the launch looks at.
+def find_ports(index: int, num_engines: int, launch: str = "") -> range:
+    """Ports that are free now and that no other engine of the launch on this node looks at.
 
     Engine `index` looks at every `num_engines`-th block, so that engines which start at the same moment never
-    choose the same one; another launch on the node has its ports taken already.
+    choose the same one. SGLang binds its ports much later, so another launch begins to look somewhere else.
 
+    Args:
+        launch: what names it.
     Raises:
         EnvironmentProblem: no block is free.
     """
-    for block in _blocks(index, num_engines):
+    blocks = list(_blocks(index, num_engines))
+    first = crc32(launch.encode()) % len(blocks) if launch and blocks else 0
+    for block in blocks[first:] + blocks[:first]:
         if all(map(_is_free, block)):
             return block
     raise EnvironmentProblem(

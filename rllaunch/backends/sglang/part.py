@@ -58,7 +58,8 @@ class NodePart:
 
     def _find_ports(self) -> range:
         if not self._ports:
-            self._ports = find_ports(self.slot.index, self.context.num_slots)
+            per_node = min(self.context.config.cluster.num_gpus_per_node or 1, self.context.num_slots)
+            self._ports = find_ports(self.slot.index % per_node, per_node, self.slot.ledger_dir)
         return self._ports
 
     def _model_path(self) -> str:

@@ -152,11 +152,16 @@ class _Relayed:
 
 
 class _HandleReader(pickle.Unpickler):
+    """Reads nothing but what a CUDA tensor of torch is pickled to; whatever else a pickle may call is not called."""
+
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if name not in ("rebuild_cuda_tensor", "_rebuild_cuda_tensor_modified"):
-            return found
-        return lambda *arguments: _Relayed(found, arguments)
+        is_of_torch = module.partition(".")[0] == "torch"
+        found: Any = super().find_class(module, name) if is_of_torch else None
+        if is_of_torch and name == "rebuild_cuda_tensor":
+            return lambda *arguments: _Relayed(found, arguments)
+        if not isinstance(found, type | torch.dtype):
+            raise RunError(f"a bucket's handle names {module}.{name}, which no CUDA tensor does")
+        return found
 
 
 def relay(handle: bytes) -> _Relayed:
