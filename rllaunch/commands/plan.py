@@ -15,7 +15,7 @@ from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import render
 from rllaunch.doctor.rules.fits import is_sound
 from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError, UsageError
-from rllaunch.pipeline import launch
+from rllaunch.pipeline import launch, plugin_findings
 from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
@@ -53,6 +53,8 @@ def plan(
     if fit and plot is not None:
         raise UsageError("--plot draws one plan, --fit looks at many", f"--plot {plot}", "one of the two")
     made = launch(request_of(ctx))
+    for finding in plugin_findings(made.plugins):
+        console.say("\n  ".join([f"{finding.level}[{finding.code}]: {finding.message}", *finding.origins]))
     if here:
         made = replace(made, resolved=_here(made.resolved))
     if fit:

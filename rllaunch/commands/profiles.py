@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,11 +12,16 @@ from rllaunch import console
 from rllaunch.commands import command_app
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.pipeline import plugin_findings
-from rllaunch.plugins import load_plugins
+from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import show_value
 from rllaunch.resolve.profiles import KINDS, Profile, nearest_profile
+from rllaunch.resolve.user_dirs import profile_dirs
 
 app = command_app()
+ProfileDirs = Annotated[
+    list[Path] | None,
+    typer.Option("--profile-dir", metavar="DIR", help="Folder of profiles of your own; repeatable."),
+]
 
 
 @app.callback()
@@ -25,30 +32,36 @@ def profiles() -> None:
 @app.command("list")
 def list_profiles(
     kind: Annotated[str, typer.Option("--kind", help=f"Only one kind: {', '.join(KINDS)}.")] = "",
+    profile_dir: ProfileDirs = None,
     json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False,
 ) -> None:
-    """List the profiles."""
+    """List the profiles, and where each comes from.
+
+    First what ships and what plugins bring, then your own: of --profile-dir, of RLLAUNCH_PROFILE_DIR, of ./profiles,
+    and of the platform's config folder. A name belongs to whoever has it first.
+    """
     if kind and kind not in KINDS:
         raise UsageError(f"unknown kind {kind!r}", "--kind", did_you_mean(kind, KINDS))
-    found = load_plugins()
+    found = _plugins(profile_dir)
     chosen = [p for k in KINDS if kind in ("", k) for p in found.profiles().of_kind(k)]
     if json:
         console.data_json([_summary(p) for p in chosen])
         return
-    rows = [(p.kind, p.name, ", ".join(p.aliases), p.description, p.plugin) for p in chosen]
+    rows = [(p.kind, p.name, ", ".join(p.aliases), p.description, _from(found, p)) for p in chosen]
     console.print_table(("kind", "name", "also called", "what it is", "from"), rows)
     for finding in plugin_findings(found):
-        console.say(f"warning[{finding.code}]: {finding.message}")
+        console.say("\n  ".join([f"warning[{finding.code}]: {finding.message}", *finding.origins]))
 
 
 @app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="Name or alias of a profile.")],
     kind: Annotated[str, typer.Option("--kind", help="When several kinds have that name.")] = "",
+    profile_dir: ProfileDirs = None,
     json: Annotated[bool, typer.Option("--json", help="The profile as JSON.")] = False,
 ) -> None:
     """Show one profile: facts with their source, choices, verified cells."""
-    profile = _find(name, kind)
+    profile = _find(_plugins(profile_dir), name, kind)
     if json:
         values = {k: {"value": v.value, "place": v.place, "source": v.fact_source} for k, v in profile.values.items()}
         console.data_json(_summary(profile) | {"values": values, "verified": list(profile.verified)})
@@ -69,8 +82,18 @@ def show(
         console.print_table(columns, rows, "verified")
 
 
-def _find(name: str, kind: str) -> Profile:
-    store = load_plugins().profiles()
+def _plugins(given: list[Path] | None) -> Plugins:
+    return load_plugins(profile_dirs=profile_dirs(given or [], os.environ))
+
+
+def _from(found: Plugins, profile: Profile) -> str:
+    """The plugin; for a profile of the user's its file and how that was found."""
+    is_users = profile.plugin in {d.origin for d in found.profile_dirs}
+    return f"{profile.place} ({profile.plugin})" if is_users else profile.plugin
+
+
+def _find(plugins: Plugins, name: str, kind: str) -> Profile:
+    store = plugins.profiles()
     kinds = [k for k in KINDS if kind in ("", k)]
     matches = []
     for k in kinds:
@@ -84,7 +107,8 @@ def _find(name: str, kind: str) -> Profile:
     if matches:
         raise UsageError(f"{name!r} is {' and '.join(p.kind for p in matches)}", "", "say which with --kind")
     hint = nearest_profile(name, [p for p in store.profiles if p.kind in kinds])
-    raise ConfigError(f"unknown profile {name!r}", "", hint or "`rllaunch profiles list` shows them all")
+    unusable = [f"{p.where[0]}: {p.what}" for p in store.problems_of(name)]
+    raise ConfigError(f"unknown profile {name!r}", unusable, hint or "`rllaunch profiles list` shows them all")
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
+from rllaunch.resolve import user_dirs
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
 from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions
@@ -35,7 +36,7 @@ ENV_PREFIX = "RLLAUNCH_"
 # Stands where a plugin's label would, for a model that comes from a directory.
 CHECKPOINT = "checkpoint"
 # Variables of ours that are no config keys.
-_OTHER_VARIABLES = {"RLLAUNCH_DISABLE_PLUGINS", "RLLAUNCH_TRACEBACK"}
+_OTHER_VARIABLES = {"RLLAUNCH_DISABLE_PLUGINS", "RLLAUNCH_TRACEBACK", user_dirs.VARIABLE}
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,14 @@ class Request:
     Args:
         flags: (key, value, flag as typed); the last of a repeated key wins.
         base: settings below the config files, from a run directory that is resumed.
+        profile_dirs: of `--profile-dir`, in the order given.
     """
 
     config_files: tuple[Path, ...] = ()
     flags: tuple[Setting, ...] = ()
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     base: Layer | None = None
+    profile_dirs: tuple[Path, ...] = ()
 
 
 class LayerSource(PydanticBaseSettingsSource):
