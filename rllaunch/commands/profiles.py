@@ -1,10 +1,12 @@
-"""`rllaunch profiles list|show`: the profiles of all plugins, with the source of every fact."""
+"""`rllaunch profiles list|show|new|check|detect`: what there is with the source of every fact, and making one's own."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +16,13 @@ from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.pipeline import plugin_findings
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import show_value
-from rllaunch.resolve.profiles import KINDS, Profile, nearest_profile
-from rllaunch.resolve.user_dirs import profile_dirs
+from rllaunch.resolve.profiles import KINDS, Profile, ProfileStore, Value, nearest_profile
+from rllaunch.resolve.resolve import free_value
+from rllaunch.resolve.template import SCHEMA_FILE, UNSOURCED, fact_keys, profile_text
+from rllaunch.resolve.user_dirs import LOCAL, config_dir, profile_dirs
+
+if TYPE_CHECKING:
+    from rllaunch.conformance import Checked
 
 app = command_app()
 ProfileDirs = Annotated[
@@ -26,7 +33,7 @@ ProfileDirs = Annotated[
 
 @app.callback()
 def profiles() -> None:
-    """List and show hardware, model, task and cell profiles."""
+    """List, show, make and check profiles: hardware, models, tasks and cells (a model on a hardware)."""
 
 
 @app.command("list")
@@ -82,6 +89,155 @@ def show(
         console.print_table(columns, rows, "verified")
 
 
+@app.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="What --hardware will call the machine.")],
+    base: Annotated[str, typer.Option("--from", metavar="NAME", help="Hardware profile to extend.")] = "",
+    fact: Annotated[
+        list[str] | None, typer.Option("--fact", metavar="KEY=VALUE", help="A fact to fill in; repeatable.")
+    ] = None,
+    source: Annotated[str, typer.Option("--source", help="Where the facts are from.")] = "",
+    description: Annotated[str, typer.Option("--description", help="One line for the list.")] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: ./profiles, else the config folder."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    profile_dir: ProfileDirs = None,
+) -> None:
+    """Write a hardware profile to fill in: every fact with its unit and how to find it out.
+
+    It asks nothing. The path is the only line on stdout.
+    """
+    plugins = _plugins(profile_dir)
+    store = plugins.profiles()
+    extended = store.get("hardware", base, f"--from {base}") if base else None
+    facts = dict(_fact_of(text) for text in fact or [])
+    text = profile_text(
+        _free_name(name, store),
+        description=description or (f"{extended.name}, as ours are" if extended else "TODO: one line"),
+        source=source or UNSOURCED,
+        base=extended,
+        facts=facts,
+    )
+    file = _write(output or _default_file(name), text, force)
+    console.say(f"fill it in, then: rllaunch profiles check {shlex.quote(str(file))}")
+
+
+@app.command("check")
+def check(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names of profiles, or files.", metavar="NAME|FILE…")
+    ] = None,
+    kind: Annotated[str, typer.Option("--kind", help="When several kinds have that name.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="All profiles there are.")] = False,
+    profile_dir: ProfileDirs = None,
+    json: Annotated[bool, typer.Option("--json", help="ok, profiles and findings as JSON.")] = False,
+) -> None:
+    """Is a profile in order? Keys, units, the chain it extends, plausible facts; launches with it resolve and plan.
+
+    A hardware profile is tried with three models of different kinds, a model on three machines, a cell and a task as
+    they are. Exit code: 0 in order; 3 not.
+    """
+    if bool(names) == every:
+        raise UsageError("name the profiles to check, or --all", "", "rllaunch profiles check NAME|FILE")
+    from rllaunch.conformance import check_profile
+    from rllaunch.doctor.engine import exit_code, render
+
+    plugins = _plugins(profile_dir)
+    if every:
+        checked = [check_profile(p, plugins) for p in plugins.profiles().profiles]
+    else:
+        checked = [_checked(name, kind, plugins) for name in names or []]
+    findings = [f for c in checked for f in c.findings]
+    if every:
+        findings += plugin_findings(plugins)
+    if json:
+        ok = not any(f.level == "error" for f in findings)
+        rows = [c.to_json() for c in checked]
+        console.data_json({"ok": ok, "profiles": rows, "findings": [f.to_json() for f in findings]})
+        raise typer.Exit(exit_code(findings))
+    if findings:
+        console.tinted_data(render(findings))
+    for c in checked:
+        console.say(_verdict(c))
+    raise typer.Exit(exit_code(findings))
+
+
+def _checked(name: str, kind: str, plugins: Plugins) -> Checked:
+    from rllaunch.conformance import check_file, check_profile, check_unusable
+
+    if name.endswith(".toml") or "/" in name:
+        return check_file(Path(name).expanduser(), plugins)
+    try:
+        own = _find(plugins, name, kind, merged=False)
+    except ConfigError:
+        if not (unusable := check_unusable(name, plugins)):
+            raise
+        return unusable
+    return check_profile(own, plugins)
+
+
+def _verdict(checked: Checked) -> str:
+    what = f"{checked.kind} {checked.name} ({checked.place})".lstrip()
+    if checked.errors:
+        return f"{what}: {checked.errors} error{'s' if checked.errors > 1 else ''}"
+    tried = [
+        f"{t.model} on {t.hardware} {'fits' if t.fits else 'does not fit without more nodes or flags'}"
+        for t in checked.launches
+    ]
+    return "\n  ".join([f"{what}: in order", *tried])
+
+
+def _fact_of(text: str) -> tuple[str, Value]:
+    key, equals, value = text.partition("=")
+    key = key.strip().removeprefix("hardware.")
+    if not equals:
+        raise UsageError(
+            f"--fact {text!r} is not KEY=VALUE", f"--fact {text}", "--fact host_memory_bytes=1099511627776"
+        )
+    if key not in fact_keys():
+        raise UsageError(f"there is no fact {key!r}", f"--fact {text}", did_you_mean(key, fact_keys()))
+    return key, Value(free_value(value.strip()), f"--fact {text}")
+
+
+def _free_name(name: str, store: ProfileStore) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
+        raise UsageError(f"{name!r} cannot be a profile's name", "NAME", "letters, digits, and . _ + - after the first")
+    for taken in store.of_kind("hardware"):
+        if name.casefold() in {n.casefold() for n in (taken.name, *taken.aliases)}:
+            where = f"{taken.place} ({taken.plugin})"
+            fix = f"another name; `--from {taken.name}` extends it"
+            raise ConfigError(f"hardware profile name {name!r} is taken", where, fix)
+    return name
+
+
+def _default_file(name: str) -> Path:
+    return (LOCAL if LOCAL.is_dir() else config_dir()) / f"{name}.toml"
+
+
+def _write(file: Path, text: str, force: bool) -> Path:
+    """Write a profile, and its schema for editors beside it."""
+    import json
+
+    from rllaunch.resolve.json_schema import profile_schema
+
+    if file.suffix != ".toml":
+        raise UsageError(f"a profile's file ends in .toml: {file}", f"--output {file}", f"--output {file}.toml")
+    if file.exists() and not force:
+        raise ConfigError(
+            f"the file is there already: {file}", "", "--force overwrites it, --output FILE takes another"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        (file.parent / SCHEMA_FILE).write_text(json.dumps(profile_schema(), indent=1) + "\n", encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"cannot write {file}: {err.strerror}", "", "--output FILE elsewhere") from err
+    console.data(str(file))
+    return file
+
+
 def _plugins(given: list[Path] | None) -> Plugins:
     return load_plugins(profile_dirs=profile_dirs(given or [], os.environ))
 
@@ -92,16 +248,17 @@ def _from(found: Plugins, profile: Profile) -> str:
     return f"{profile.place} ({profile.plugin})" if is_users else profile.plugin
 
 
-def _find(plugins: Plugins, name: str, kind: str) -> Profile:
+def _find(plugins: Plugins, name: str, kind: str, *, merged: bool = True) -> Profile:
+    """By name or alias, of whichever kind has it; unless `merged`, without what it extends."""
     store = plugins.profiles()
     kinds = [k for k in KINDS if kind in ("", k)]
     matches = []
     for k in kinds:
         try:
-            matches.append(store.get(k, name, "profiles show"))
-        except ConfigError as err:
-            if not err.what.startswith("unknown"):
-                raise
+            found = next(p for p in store.of_kind(k) if name.casefold() in {n.casefold() for n in (p.name, *p.aliases)})
+        except StopIteration:
+            continue
+        matches.append(store.get(k, name, "profiles show") if merged else found)
     if len(matches) == 1:
         return matches[0]
     if matches:
