@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rllaunch.doctor.engine import RANK, diagnose
-from rllaunch.doctor.finding import Finding
+from rllaunch.doctor.finding import Finding, Level
 from rllaunch.doctor.profile_facts import check_facts
 from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.plan.choose import Unknown, plan_launch
@@ -192,7 +192,7 @@ def _launches(own: Profile, profile: Profile, plugins: Plugins, tried: list[Trie
             broken.setdefault((finding.code, finding.message), (finding, []))[1].append(name)
     for finding, names_of in broken.values():
         # What only some launches break may be those launches' doing too.
-        level = "error" if len(names_of) == len(pairs) else "warning"
+        level: Level = "error" if len(names_of) == len(pairs) else "warning"
         text = f"{finding.code}: {finding.message}\nwith {', '.join(names_of)}"
         found.append(replace(finding, code="RL608", level=level, message=text))
     return found

@@ -164,6 +164,51 @@ def check(
     raise typer.Exit(exit_code(findings))
 
 
+@app.command("detect")
+def detect(
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="The profile's file; without it, it is printed.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time copies, pinned pages and the disk too: a minute or so.")
+    ] = False,
+    measure_mib: Annotated[
+        int | None, typer.Option("--measure-mib", min=1, metavar="MIB", help="MiB that each measurement moves.")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="What --hardware will call it; else the file's name.")] = "",
+    base: Annotated[
+        str, typer.Option("--from", metavar="NAME", help="Hardware profile to extend; else the one that fits.")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    profile_dir: ProfileDirs = None,
+    json: Annotated[bool, typer.Option("--json", help="What was seen and measured, as JSON.")] = False,
+) -> None:
+    """Read this machine into a hardware profile: GPUs, links, host memory, NUMA, disk, each fact with its source.
+
+    What cannot be read or measured here is said in the file, and never guessed silently.
+    """
+    from rllaunch.commands.detection import detected
+
+    if measure_mib and not measure:
+        raise UsageError("--measure-mib says how much --measure moves", f"--measure-mib {measure_mib}", "add --measure")
+    plugins = _plugins(profile_dir)
+    if base:
+        plugins.profiles().get("hardware", base, f"--from {base}")
+    if write is not None:
+        _refuse_to_write(write, force)
+    name = name or (write.stem if write is not None else "") or "this-machine"
+    seen = detected(_free_name(name, plugins.profiles()), base, plugins, measures=measure, mib=measure_mib)
+    if json:
+        console.data_json(seen.to_json())
+    elif write is None:
+        console.data(seen.text.rstrip())
+    for sentence in seen.missing:
+        console.say(f"note: {sentence}")
+    if write is not None:
+        file = _write(write, seen.text, force, tell=not json)
+        console.say(f"look through it, then: rllaunch profiles check {shlex.quote(str(file))}")
+
+
 def _checked(name: str, kind: str, plugins: Plugins) -> Checked:
     from rllaunch.conformance import check_file, check_profile, check_unusable
 
@@ -216,25 +261,30 @@ def _default_file(name: str) -> Path:
     return (LOCAL if LOCAL.is_dir() else config_dir()) / f"{name}.toml"
 
 
-def _write(file: Path, text: str, force: bool) -> Path:
-    """Write a profile, and its schema for editors beside it."""
-    import json
-
-    from rllaunch.resolve.json_schema import profile_schema
-
+def _refuse_to_write(file: Path, force: bool) -> None:
     if file.suffix != ".toml":
         raise UsageError(f"a profile's file ends in .toml: {file}", f"--output {file}", f"--output {file}.toml")
     if file.exists() and not force:
         raise ConfigError(
             f"the file is there already: {file}", "", "--force overwrites it, --output FILE takes another"
         )
+
+
+def _write(file: Path, text: str, force: bool, *, tell: bool = True) -> Path:
+    """Write a profile, and its schema for editors beside it."""
+    import json
+
+    from rllaunch.resolve.json_schema import profile_schema
+
+    _refuse_to_write(file, force)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
         (file.parent / SCHEMA_FILE).write_text(json.dumps(profile_schema(), indent=1) + "\n", encoding="utf-8")
     except OSError as err:
         raise ConfigError(f"cannot write {file}: {err.strerror}", "", "--output FILE elsewhere") from err
-    console.data(str(file))
+    if tell:
+        console.data(str(file))
     return file
 
 

@@ -47,6 +47,7 @@ class Setting:
     value: Any
     source: str
     text: bool = False
+    fact_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -428,7 +429,12 @@ def _layer(profile: Profile) -> Layer:
     return Layer(
         names.get(profile.kind, profile.kind),
         tuple(
-            Setting(key, _beside(key, v.value, profile.directory), f"{profile.name} ({profile.plugin}) {v.place}")
+            Setting(
+                key,
+                _beside(key, v.value, profile.directory),
+                f"{profile.name} ({profile.plugin}) {v.place}",
+                fact_source=v.fact_source,
+            )
             for key, v in profile.values.items()
         ),
     )
@@ -462,12 +468,12 @@ def _collect(config: LaunchConfig, layers: Sequence[Layer]) -> dict[str, tuple[O
     for layer in layers:
         for setting in layer.settings:
             given = origins.setdefault(setting.key, [])
-            given.append(Origin(_as_typed(setting), layer.name, setting.source))
+            given.append(Origin(_as_typed(setting), layer.name, setting.source, setting.fact_source))
     for table in {key.rpartition(".")[0] for key in origins} & set(origins):
         del origins[table]  # a table's origins are those of its members
     for key, given in origins.items():
         winner = given[-1]
-        given[-1] = Origin(_pick(dumped, key, winner.value), winner.layer, winner.source)
+        given[-1] = replace(winner, value=_pick(dumped, key, winner.value))
     return {key: tuple(given) for key, given in origins.items()}
 
 
