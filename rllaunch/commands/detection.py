@@ -55,6 +55,8 @@ def detected(name: str, base: str, plugins: Plugins, *, measures: bool, mib: int
     machine = read_machine(folder)
     measured = measure(folder, _measure_bytes(machine, mib)) if measures else {}
     fitting = plugins.detect_hardware(machine.facts)
+    if fitting == name:  # by the file that is to be written anew
+        fitting = None
     chosen = base or fitting
     extended = plugins.profiles().get("hardware", chosen, "detected") if chosen else None
     facts = facts_of(machine, date) | measured_facts(measured, machine, date)

@@ -113,14 +113,15 @@ def new(
     store = plugins.profiles()
     extended = store.get("hardware", base, f"--from {base}") if base else None
     facts = dict(_fact_of(text) for text in fact or [])
+    file = output or _default_file(name)
     text = profile_text(
-        _free_name(name, store),
+        _free_name(name, store, file if force else None),
         description=description or (f"{extended.name}, as ours are" if extended else "TODO: one line"),
         source=source or UNSOURCED,
         base=extended,
         facts=facts,
     )
-    file = _write(output or _default_file(name), text, force)
+    _write(file, text, force)
     console.say(f"fill it in, then: rllaunch profiles check {shlex.quote(str(file))}")
 
 
@@ -197,7 +198,8 @@ def detect(
     if write is not None:
         _refuse_to_write(write, force)
     name = name or (write.stem if write is not None else "") or "this-machine"
-    seen = detected(_free_name(name, plugins.profiles()), base, plugins, measures=measure, mib=measure_mib)
+    name = _free_name(name, plugins.profiles(), write)
+    seen = detected(name, base, plugins, measures=measure, mib=measure_mib)
     if json:
         console.data_json(seen.to_json())
     elif write is None:
@@ -246,10 +248,13 @@ def _fact_of(text: str) -> tuple[str, Value]:
     return key, Value(free_value(value.strip()), f"--fact {text}")
 
 
-def _free_name(name: str, store: ProfileStore) -> str:
+def _free_name(name: str, store: ProfileStore, file: Path | None) -> str:
+    """The name, if nobody has it but the profile in the file that is to be written."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise UsageError(f"{name!r} cannot be a profile's name", "NAME", "letters, digits, and . _ + - after the first")
     for taken in store.of_kind("hardware"):
+        if file and taken.directory and (taken.directory / Path(taken.place).name).resolve() == file.resolve():
+            continue
         if name.casefold() in {n.casefold() for n in (taken.name, *taken.aliases)}:
             where = f"{taken.place} ({taken.plugin})"
             fix = f"another name; `--from {taken.name}` extends it"

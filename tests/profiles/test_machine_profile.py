@@ -85,6 +85,9 @@ def test_gpus_that_no_profile_knows_are_known_by_the_new_one(rllaunch: Any, tmp_
     assert data["detect"]["gpu_names"] == ["NVIDIA Q1"]
     assert data["facts"]["host_link"]["value"] == "PCIe Gen4 x8"
     assert rllaunch("profiles", "check", "q1").code == 0
+    assert rllaunch("profiles", "detect", "--write", "profiles/q1.toml").code == 3
+    assert rllaunch("profiles", "detect", "--write", "profiles/q1.toml", "--force").code == 0
+    assert tomllib.loads((tmp_path / "profiles/q1.toml").read_text(encoding="utf-8")) == data
     assert "on 1 × 2 q1" in rllaunch("plan", "--model", "qwen3-0.6b").out
 
 

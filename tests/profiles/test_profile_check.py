@@ -96,6 +96,13 @@ def test_facts_on_the_command_line_make_a_whole_profile(rllaunch: Any, tmp_path:
     assert "error[RL605]: the source of 2 facts is still to be filled in\n" in result.out
 
 
+def test_a_file_that_is_found_already_is_written_anew_with_force_only(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "profiles").mkdir()
+    words = ("profiles", "new", "box", "--from", "H100")
+    assert [rllaunch(*words, *more).code for more in ((), (), ("--force",))] == [0, 3, 0]
+    assert rllaunch(*words, "--force", "-o", "other.toml").code == 3
+
+
 def test_the_editors_schema_lies_beside_and_fits(rllaunch: Any, tmp_path: Path):
     rllaunch("profiles", "new", "box", "--from", "GB300", "-o", "box.toml")
     first = (tmp_path / "box.toml").read_text().splitlines()[0]
