@@ -132,7 +132,7 @@ def _keys(own: Profile) -> Iterator[Finding]:
             node = node.setdefault(parent, {})
         node[leaf] = value.value
     try:
-        LaunchConfig.model_validate(nested)
+        config = LaunchConfig.model_validate(nested)
     except ValidationError as err:
         for problem in err.errors():
             key = ".".join(str(part) for part in problem["loc"][:2])
@@ -142,6 +142,14 @@ def _keys(own: Profile) -> Iterator[Finding]:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             fix = f"`rllaunch schema` has the type of {key}"
             yield Finding("RL601", "error", f"{key} cannot be {shown}: {message}", (where,), fix)
+        return
+    for key, value in own.values.items():
+        # A launch would read "8" and true as numbers; an editor that knows the schema, and the checks below, do not.
+        section, _, name = key.partition(".")
+        taken = getattr(getattr(config, section, None), name, None)
+        if isinstance(value.value, (str, bool)) and isinstance(taken, (int, float)) and not isinstance(taken, bool):
+            text = f"{key} is a number, not {show_value(value.value)}"
+            yield Finding("RL601", "error", text, (f"{key}   {value.place}",), "write it without quotes, in its unit")
 
 
 def _rivals(own: Profile, plugins: Plugins) -> Iterator[Finding]:

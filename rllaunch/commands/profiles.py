@@ -268,11 +268,9 @@ def _default_file(name: str) -> Path:
 
 def _refuse_to_write(file: Path, force: bool) -> None:
     if file.suffix != ".toml":
-        raise UsageError(f"a profile's file ends in .toml: {file}", f"--output {file}", f"--output {file}.toml")
+        raise UsageError(f"a profile's file ends in .toml: {file}", "", f"name it {file}.toml")
     if file.exists() and not force:
-        raise ConfigError(
-            f"the file is there already: {file}", "", "--force overwrites it, --output FILE takes another"
-        )
+        raise ConfigError(f"the file is there already: {file}", "", "--force overwrites it; or name another file")
 
 
 def _write(file: Path, text: str, force: bool, *, tell: bool = True) -> Path:
@@ -287,7 +285,7 @@ def _write(file: Path, text: str, force: bool, *, tell: bool = True) -> Path:
         file.write_text(text, encoding="utf-8")
         (file.parent / SCHEMA_FILE).write_text(json.dumps(profile_schema(), indent=1) + "\n", encoding="utf-8")
     except OSError as err:
-        raise ConfigError(f"cannot write {file}: {err.strerror}", "", "--output FILE elsewhere") from err
+        raise ConfigError(f"cannot write {file}: {err.strerror}", "", "name a file in a folder of yours") from err
     if tell:
         console.data(str(file))
     return file

@@ -181,6 +181,8 @@ FACTS = [
     ('"its label"', '"TODO"', "RL605", "the source of 6 facts is still to be filled in"),
     ("gpu_memory_bytes", "gpu_memroy_bytes", "RL601", "unknown key 'gpu_memroy_bytes' in [hardware]"),
     ("48305799168", '"48 GB"', "RL601", 'hardware.gpu_memory_bytes cannot be "48 GB": input should be a valid integer'),
+    ("gpus_per_node = 4", 'gpus_per_node = "4"', "RL601", 'hardware.gpus_per_node is a number, not "4"'),
+    ("gpus_per_node = 4", "gpus_per_node = true", "RL601", "hardware.gpus_per_node is a number, not true"),
     ("[choices.handoff]", "[choices.handof]", "RL601", "unknown section [handof]"),
     ('device = "gpu"', 'device = "tpu"', "RL601", 'handoff.colocate_memory_peak_device cannot be "tpu"'),
     ('source = "its label"', 'source = "s"\nextends = "L40"', "RL602", "profile 'mine' extends unknown hardware"),
