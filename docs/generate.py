@@ -41,6 +41,7 @@ def keys_page() -> str:
 def rules_page() -> str:
     """docs/rules.md: every rule of the doctor with its reason."""
     from rllaunch.doctor.engine import ENGINE_CODES, builtin_rules
+    from rllaunch.doctor.profile_facts import CODES
 
     lines = [
         "# Rules",
@@ -56,6 +57,7 @@ def rules_page() -> str:
     ]
     others = {
         **ENGINE_CODES,
+        **CODES,
         "RL010": "a plugin or a profile cannot be used",
         "RL337": "no plugin brings the backend",
         "RL340": "prompts or reward cannot be used (not with --no-probe)",

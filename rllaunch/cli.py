@@ -25,7 +25,8 @@ COMMANDS = {
     "doctor": "Would it run? Every finding at once.",
     "resolve": "Show the launch: every value and the layer that decided it.",
     "explain": "Who set a key, layer by layer, and what it means.",
-    "profiles": "List and show hardware, model, task and cell profiles.",
+    "profiles": "Your own and what ships: list, show, new, check, detect.",
+    "schema": "JSON Schema of a profile or of a --config file, for editors.",
     "plugins": "List the plugins and what each contributes.",
 }
 

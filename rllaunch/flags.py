@@ -15,6 +15,7 @@ from typing import Any
 from rllaunch.errors import UsageError, did_you_mean
 from rllaunch.resolve.resolve import Request, Setting, field_of, free_value, is_bool, is_list, known_keys, typed
 from rllaunch.resolve.schema import Flag, descriptions
+from rllaunch.resolve.user_dirs import FLAG
 
 # Options of Megatron and SGLang that no key of ours names go to their section as they are.
 PASS_THROUGH = ("megatron", "sglang")
@@ -95,6 +96,27 @@ def take_flags(args: Sequence[str]) -> tuple[list[Setting], list[Path], list[str
     return settings, files, rest
 
 
+def take_profile_dirs(args: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Folders of `--profile-dir`, and the other arguments.
+
+    Raises:
+        UsageError: the flag without its value.
+    """
+    dirs: list[Path] = []
+    rest: list[str] = []
+    queue = list(args)
+    while queue:
+        token = queue.pop(0)
+        if token == "--":
+            return dirs, [*rest, token, *queue]
+        name, equals, inline = token.partition("=")
+        if name == FLAG:
+            dirs.append(Path(_value(name, [inline] if equals else [], queue, "a folder of profiles")))
+        else:
+            rest.append(token)
+    return dirs, rest
+
+
 def _launch_flag(name: str, given: list[str], queue: list[str]) -> Setting | None:
     flag = _by_name().get(name)
     if flag is None:
@@ -151,7 +173,7 @@ def _value(name: str, given: list[str], queue: list[str], help: str = "") -> str
 def unknown_flag(name: str, own: Sequence[str]) -> UsageError:
     """The error for a flag nobody knows, with the nearest of all that exist."""
     negative = [f"--no-{f.name[2:]}" for f in launch_flags().values() if f.is_bool]
-    known = [*_by_name(), *negative, *own, "--config", "--set"]
+    known = [*_by_name(), *negative, *own, "--config", "--set", FLAG]
     hint = did_you_mean(name, known)
     return UsageError(f"unknown flag {name}", "", hint if hint.startswith("did") else "see --help")
 
@@ -183,4 +205,12 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-__all__ = ["LaunchFlag", "Request", "command_of", "launch_flags", "take_flags", "unknown_flag"]
+__all__ = [
+    "LaunchFlag",
+    "Request",
+    "command_of",
+    "launch_flags",
+    "take_flags",
+    "take_profile_dirs",
+    "unknown_flag",
+]

@@ -18,6 +18,7 @@ from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.resolve.secrets import FREE_SECTIONS, HIDDEN, is_secret
+from rllaunch.resolve.user_dirs import FLAG, profile_dirs
 
 # What every process of a run gets unless the user's environment or the config says otherwise.
 PROCESS_ENV = {
@@ -109,7 +110,12 @@ class Launch:
             differs = last.value != default[section].get(name) or any(o.value != last.value for o in below)
             if last.layer not in ("default", "derived", "task") and differs:
                 values[key] = HIDDEN if is_secret(key, last.value) else last.value
-        return ["rllaunch", "train", *command_of(values)]
+        return ["rllaunch", "train", *self.profile_dir_flags, *command_of(values)]
+
+    @property
+    def profile_dir_flags(self) -> list[str]:
+        """The folders that were named on the command line, as flags: without them its profiles are not found again."""
+        return [word for d in self.plugins.profile_dirs if d.origin == FLAG for word in (FLAG, str(d.path))]
 
     def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Variables for the processes of the run; one that the user's environment has wins."""
@@ -119,7 +125,7 @@ class Launch:
 
 def launch(request: Request) -> Launch:
     """Resolve a request with the plugins of this installation."""
-    plugins = load_plugins()
+    plugins = load_plugins(profile_dirs=profile_dirs(request.profile_dirs, request.environ))
     return Launch(plugins, resolve(request, plugins))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rllaunch.resolve.detect import MachineFacts
     from rllaunch.resolve.profiles import ProfileStore
     from rllaunch.resolve.schema import LaunchConfig
+    from rllaunch.resolve.user_dirs import ProfileDir
 
 DISABLE_VARIABLE = "RLLAUNCH_DISABLE_PLUGINS"
 # Code of others: one that calls sys.exit() is no reason for rllaunch to end.
@@ -54,6 +55,8 @@ class Plugins:
     manager: pluggy.PluginManager
     infos: dict[str, PluginInfo]
     problems: list[PluginError] = field(default_factory=list)
+    profile_dirs: tuple[ProfileDir, ...] = ()
+    """Folders of the user's own profiles; what plugins bring comes before."""
     _store: ProfileStore | None = None
 
     def check(self, commands: Collection[str] = ()) -> None:
@@ -71,7 +74,7 @@ class Plugins:
         self.add_commands(typer.Typer(), commands)
 
     def profiles(self) -> ProfileStore:
-        """Every profile of every plugin; read once."""
+        """Every profile of every plugin, then the user's own; read once."""
         if self._store is None:
             from rllaunch.resolve.profiles import Profile, ProfileStore
 
@@ -89,6 +92,8 @@ class Plugins:
                     before = len(store.problems)
                     store.add(replace(profile, plugin=info.label))
                     _mark_broken(info, store.problems[before:])
+            for own in self.profile_dirs:
+                store.add_user_dir(own)
         return self._store
 
     def layers(self, model: str, hardware: str) -> list[tuple[PluginInfo, Mapping[str, Any]]]:
@@ -242,14 +247,14 @@ class Plugins:
         info.error = info.error or what.removeprefix(f"plugin {info.label} ")
 
 
-def load_plugins(extra: Iterable[tuple[str, object]] = ()) -> Plugins:
+def load_plugins(extra: Iterable[tuple[str, object]] = (), profile_dirs: Sequence[ProfileDir] = ()) -> Plugins:
     """The built-in plugin and every installed one; `extra` are (name, plugin) pairs, for tests.
 
     `RLLAUNCH_DISABLE_PLUGINS` (names as `rllaunch plugins` lists them, separated by commas) leaves plugins out.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specs)
-    plugins = Plugins(manager, {})
+    plugins = Plugins(manager, {}, profile_dirs=tuple(profile_dirs))
     _register(plugins, PluginInfo(PROJECT, version(PROJECT), builtin.__name__), lambda: builtin)
     disabled = {n.strip() for n in os.environ.get(DISABLE_VARIABLE, "").split(",") if n.strip()}
     found: dict[str, PluginInfo] = {}

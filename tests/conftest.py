@@ -29,6 +29,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [n for n in os.environ if n.startswith("RLLAUNCH_") or n in ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "200")
+    # Where the platform's config folder is looked for: profiles of whoever runs the tests are none of theirs.
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
 
 

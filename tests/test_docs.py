@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,35 @@ def test_every_flag_in_the_readme_exists():
     used = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert len(used) > 10
     assert used - known == {"--megatron-", "--sglang-"} & used
+
+
+def test_every_command_of_the_page_about_profiles_does_what_it_says(
+    rllaunch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    page = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) == 10
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "rllaunch"
+        result = rllaunch(*words)
+        assert result.code == 0, (command, result.err)
+        assert "warning[" not in result.out + result.err, command
+    assert sorted(p.name for p in (tmp_path / "profiles").iterdir()) == [
+        "my-h100.toml",
+        "ours.toml",
+        "rllaunch-profile.schema.json",
+    ]
+    assert rllaunch("profiles", "list").out.count("(./profiles)") == 2
+
+
+def test_the_page_about_profiles_names_every_code_of_the_check():
+    from rllaunch.doctor.profile_facts import CODES
+
+    page = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"RL6\d\d", page)) == set(CODES)
 
 
 def test_every_path_in_the_readmes_tree_exists():

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
-from rllaunch.flags import launch_flags, take_flags, unknown_flag
+from rllaunch.flags import launch_flags, take_flags, take_profile_dirs, unknown_flag
 from rllaunch.resolve.resolve import Request
+from rllaunch.resolve.user_dirs import FLAG
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -30,8 +31,9 @@ class LaunchCommand(TyperCommand):
     """A command that takes the launch's flags beside its own options."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        dirs, args = take_profile_dirs(args)
         settings, files, rest = take_flags(args)
-        ctx.meta[_REQUEST] = Request(tuple(files), tuple(settings))
+        ctx.meta[_REQUEST] = Request(tuple(files), tuple(settings), profile_dirs=tuple(dirs))
         own = [name for p in self.get_params(ctx) for name in (*p.opts, *p.secondary_opts)]
         for token in rest:
             if token == "--":
@@ -47,6 +49,7 @@ class LaunchCommand(TyperCommand):
                 [
                     ("--config FILE", "TOML file of [section] key = value; repeatable, later files win."),
                     ("--set section.key=value", "Any key of the configuration; repeatable."),
+                    ("--profile-dir DIR", "Folder of profiles of your own; repeatable. Also RLLAUNCH_PROFILE_DIR."),
                     ("--megatron-OPTION, --sglang-OPTION", "Any other option of Megatron or SGLang."),
                 ]
             )
@@ -64,5 +67,6 @@ class LaunchCommand(TyperCommand):
 
         names = [f.name for f in launch_flags().values()]
         names += [f"--no-{f.name[2:]}" for f in launch_flags().values() if f.is_bool]
+        names.append(FLAG)
         extra = [CompletionItem(n) for n in names if incomplete.startswith("-") and n.startswith(incomplete)]
         return [*super().shell_complete(ctx, incomplete), *extra]

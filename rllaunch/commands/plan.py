@@ -15,7 +15,7 @@ from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import render
 from rllaunch.doctor.rules.fits import is_sound
 from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError, UsageError
-from rllaunch.pipeline import launch
+from rllaunch.pipeline import launch, plugin_findings
 from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
@@ -53,6 +53,8 @@ def plan(
     if fit and plot is not None:
         raise UsageError("--plot draws one plan, --fit looks at many", f"--plot {plot}", "one of the two")
     made = launch(request_of(ctx))
+    for finding in plugin_findings(made.plugins):
+        console.say("\n  ".join([f"{finding.level}[{finding.code}]: {finding.message}", *finding.origins]))
     if here:
         made = replace(made, resolved=_here(made.resolved))
     if fit:
@@ -80,7 +82,7 @@ def plan(
         draw(_heading(made.resolved, choice), [_picture(c, c is choice.taken) for c in shown(choice)], plot)
         console.say(f"drawn: {plot}")
     if json:
-        console.data_json(_to_json(choice))
+        console.data_json(_to_json(choice) | {"link": _link_json(made.resolved)})
     else:
         _show(made.resolved, choice)
     if not choice.fits:
@@ -147,6 +149,8 @@ def _show(resolved: Resolved, choice: Choice) -> None:
         verdict += f", as far as it is known: the memory of {' and '.join(unknown)} is not"
     console.data(f"{_heading(resolved, choice)}: {verdict}")
     console.data(f"  {taken.label}")
+    if told := _told_speeds(resolved):
+        console.data(f"  {told}")
     rows = []
     for tier in TIERS:
         limit, step, room = taken.plan.limits.of(tier), taken.plan.peak_step(tier), taken.plan.headroom(tier)
@@ -191,6 +195,26 @@ def _show(resolved: Resolved, choice: Choice) -> None:
             "hint: `rllaunch doctor` says what would free how much; "
             f"`rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more"
         )
+
+
+# What the seconds of a plan come from, and what a person calls it.
+_SPEEDS = {"hardware.host_link_bytes_per_second": "host link", "hardware.host_pin_bytes_per_second": "fresh pages"}
+
+
+def _told_speeds(resolved: Resolved) -> str:
+    """`host link 55.3 GB/s (measured …)`: the speeds that are stated, and who says so; empty where none is."""
+    told = []
+    for key, name in _SPEEDS.items():
+        rate, origin = resolved.value(key), resolved.origin(key)
+        if rate is not None and resolved.config.trainer.backend != "embedded":
+            told.append(f"{name} {rate / 1e9:.1f} GB/s ({origin.fact_source or origin.source})")
+    return "; ".join(told)
+
+
+def _link_json(resolved: Resolved) -> dict[str, Any]:
+    origin = resolved.origin("hardware.host_link_bytes_per_second")
+    source = origin.fact_source or origin.source
+    return {"bytes_per_second": origin.value, "source": source, "measured": origin.is_measured}
 
 
 def _steps(candidate: Candidate, is_taken: bool) -> Any:

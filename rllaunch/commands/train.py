@@ -111,7 +111,7 @@ def train(
             )
     except RllaunchError as err:
         if run_dir.parts:
-            console.say(f"the run is in {run_dir}; go on with: {_go_on(run_dir)}")
+            console.say(f"the run is in {run_dir}; go on with: {_go_on(made, run_dir)}")
         if json:
             console.data_json(summary | {"status": "failed", "error": err.what}, one_line=True)
             err.told = True
@@ -121,7 +121,7 @@ def train(
     except KeyboardInterrupt as err:
         if json:
             console.data_json(summary | {"status": "interrupted"}, one_line=True)
-        go_on = f"; go on with: {_go_on(run_dir)}" if run_dir.parts else ""
+        go_on = f"; go on with: {_go_on(made, run_dir)}" if run_dir.parts else ""
         console.say(f"interrupted ({str(err) or 'SIGINT'}){go_on}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     console.say(_verdict(summary))
@@ -200,8 +200,8 @@ def _shown_environment(made: Launch) -> dict[str, str]:
     return {name: HIDDEN if is_secret_name(name) else value for name, value in made.environment().items()}
 
 
-def _go_on(run_dir: Path) -> str:
-    return f"rllaunch train --resume --run-dir {shlex.quote(str(run_dir))}"
+def _go_on(made: Launch, run_dir: Path) -> str:
+    return shlex.join(["rllaunch", "train", "--resume", "--run-dir", str(run_dir), *made.profile_dir_flags])
 
 
 def _count(things: Sequence[object], name: str) -> str:

@@ -244,6 +244,7 @@ class _Speed:
         self.update_bytes = sizes.update_bytes
         link = config.hardware.host_link_bytes_per_second
         self.link = (link or c.ASSUMED_LINK.value) * c.LINK_SHARE.value
+        self.pin = config.hardware.host_pin_bytes_per_second or c.PIN_FRESH.value
         per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
         self.bytes: dict[Region, int] = {r: n // per_node for r, n in sizes.node.items()}
         traffic = sizes.host_optimizer * c.CPU_ADAM_TRAFFIC.value
@@ -265,8 +266,8 @@ class _Speed:
         if self.options.buffers == "fresh":
             # Pages that are pinned for one stay cost more than what is copied into them.
             is_arena = region in BACKED_UP and not self.uses_saver
-            out, back = (c.PIN_FRESH, c.UNPIN_FRESH) if is_arena else (c.SAVER_PIN, c.SAVER_UNPIN)
-            rate = min(rate, out.value if action == "copy_out" else back.value)
+            out, back = (self.pin, c.UNPIN_FRESH.value) if is_arena else (c.SAVER_PIN.value, c.SAVER_UNPIN.value)
+            rate = min(rate, out if action == "copy_out" else back)
         return self.bytes.get(region, 0) / rate
 
     def _update(self) -> float:

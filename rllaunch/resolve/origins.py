@@ -19,11 +19,18 @@ class Origin:
 
     Args:
         source: `file:line` for TOML, the variable's name, the flag as typed, or what a value is derived from.
+        fact_source: of a profile's fact, where the profile has it from.
     """
 
     value: Any
     layer: str
     source: str
+    fact_source: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a profile says so of its fact."""
+        return self.fact_source.startswith("measured")
 
     def __str__(self) -> str:
         return f"{show_value(self.value)}   {self.layer}: {self.source}"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from rllaunch.errors import ConfigError, PluginError, did_you_mean
 from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml
+from rllaunch.resolve.user_dirs import ProfileDir
 
 Kind = Literal["hardware", "model", "task", "cell"]
 KINDS: tuple[Kind, ...] = ("hardware", "model", "task", "cell")
@@ -216,9 +217,14 @@ class ProfileStore:
     profiles: list[Profile] = field(default_factory=list)
     problems: list[PluginError | ConfigError] = field(default_factory=list)
     """Files and plugins that could not be used; each becomes a finding."""
+    _files: set[Path] = field(default_factory=set)
 
-    def add(self, profile: Profile) -> None:
-        """Take a profile in; one that is malformed, or whose name is taken, is a problem instead."""
+    def add(self, profile: Profile, *, is_users: bool = False) -> None:
+        """Take a profile in; one that is malformed, or whose name is taken, is a problem instead.
+
+        Args:
+            is_users: from a folder of the user's, no plugin.
+        """
         if mistake := _mistake(profile):
             self.problems.append(
                 PluginError(
@@ -232,7 +238,9 @@ class ProfileStore:
                     PluginError(
                         f"{profile.kind} profile {clash} is taken",
                         (f"{profile.place} ({profile.plugin})", f"already: {taken.place} ({taken.plugin})"),
-                        "give the profile another name, or uninstall one of the two plugins",
+                        f'give the profile another name, with extends = "{taken.name}" for what the two share'
+                        if is_users
+                        else "give the profile another name, or uninstall one of the two plugins",
                     )
                 )
                 return
@@ -253,15 +261,35 @@ class ProfileStore:
             )
             return
         for place, file in files:
-            folder = file.parent if isinstance(file, Path) else None
-            try:
-                self.add(parse_profile(file.read_text(encoding="utf-8"), place, plugin, folder))
-            except ConfigError as err:
-                self.problems.append(err)
-            except (OSError, UnicodeDecodeError) as err:
-                self.problems.append(
-                    PluginError(f"profile file cannot be read: {err}", f"{place} ({plugin})", "save it as UTF-8 text")
-                )
+            self._add_file(file, place, plugin)
+
+    def add_user_dir(self, directory: ProfileDir) -> None:
+        """Read the files of a folder of the user's; those that were read before are passed over."""
+        try:
+            files = list(_toml_files(directory.path, is_deep=directory.is_deep))
+        except OSError as err:
+            self.problems.append(
+                PluginError(f"profile directory cannot be read: {err}", directory.origin, "check its permissions")
+            )
+            return
+        for place, file in files:
+            assert isinstance(file, Path), "a user's folder is on disk"
+            if file.resolve() not in self._files:
+                self._add_file(file, str(directory.path / place), directory.origin, is_users=True)
+
+    def _add_file(self, file: Path | Traversable, place: str, plugin: str, *, is_users: bool = False) -> None:
+        folder = None
+        if isinstance(file, Path):
+            folder = file.parent
+            self._files.add(file.resolve())
+        try:
+            self.add(parse_profile(file.read_text(encoding="utf-8"), place, plugin, folder), is_users=is_users)
+        except ConfigError as err:
+            self.problems.append(err)
+        except (OSError, UnicodeDecodeError) as err:
+            self.problems.append(
+                PluginError(f"profile file cannot be read: {err}", f"{place} ({plugin})", "save it as UTF-8 text")
+            )
 
     def of_kind(self, kind: Kind) -> list[Profile]:
         return sorted((p for p in self.profiles if p.kind == kind), key=lambda p: p.name.casefold())
@@ -276,7 +304,14 @@ class ProfileStore:
             if name.casefold() in _names(profile):
                 return self._extended(profile, ())
         hint = nearest_profile(name, self.of_kind(kind)) or f"known: {', '.join(p.name for p in self.of_kind(kind))}"
-        raise ConfigError(f"unknown {kind} profile {name!r}", where, hint)
+        unusable = [f"{p.where[0]}: {p.what}" for p in self.problems_of(name)]
+        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *unusable], hint)
+
+    def problems_of(self, name: str) -> list[PluginError | ConfigError]:
+        """What is wrong with the files of that name."""
+        stem = f"{name}.toml".casefold()
+        places = ((p, place.partition(".toml")[0] + ".toml") for p in self.problems for place in p.where[:1])
+        return [p for p, place in places if place.casefold().rpartition("/")[2] == stem]
 
     def cell(self, model: str, hardware: str) -> Profile | None:
         """The cell of a model and a hardware profile, whichever of their names it gives; None if there is none."""
@@ -330,10 +365,13 @@ def _inherited(base: Profile, plugin: str) -> dict[str, Value]:
     return values
 
 
-def _toml_files(directory: Path | Traversable, prefix: str = "") -> Iterator[tuple[str, Path | Traversable]]:
+def _toml_files(
+    directory: Path | Traversable, prefix: str = "", *, is_deep: bool = True
+) -> Iterator[tuple[str, Path | Traversable]]:
     for entry in sorted(directory.iterdir(), key=lambda e: e.name):
         if entry.is_dir():
-            yield from _toml_files(entry, f"{prefix}{entry.name}/")
+            if is_deep:
+                yield from _toml_files(entry, f"{prefix}{entry.name}/")
         elif entry.name.endswith(".toml"):
             yield prefix + entry.name, entry
 

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
+from rllaunch.resolve import user_dirs
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
 from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions
@@ -35,7 +36,7 @@ ENV_PREFIX = "RLLAUNCH_"
 # Stands where a plugin's label would, for a model that comes from a directory.
 CHECKPOINT = "checkpoint"
 # Variables of ours that are no config keys.
-_OTHER_VARIABLES = {"RLLAUNCH_DISABLE_PLUGINS", "RLLAUNCH_TRACEBACK"}
+_OTHER_VARIABLES = {"RLLAUNCH_DISABLE_PLUGINS", "RLLAUNCH_TRACEBACK", user_dirs.VARIABLE}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Setting:
     value: Any
     source: str
     text: bool = False
+    fact_source: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class Request:
     Args:
         flags: (key, value, flag as typed); the last of a repeated key wins.
         base: settings below the config files, from a run directory that is resumed.
+        profile_dirs: of `--profile-dir`, in the order given.
     """
 
     config_files: tuple[Path, ...] = ()
     flags: tuple[Setting, ...] = ()
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     base: Layer | None = None
+    profile_dirs: tuple[Path, ...] = ()
 
 
 class LayerSource(PydanticBaseSettingsSource):
@@ -425,7 +429,12 @@ def _layer(profile: Profile) -> Layer:
     return Layer(
         names.get(profile.kind, profile.kind),
         tuple(
-            Setting(key, _beside(key, v.value, profile.directory), f"{profile.name} ({profile.plugin}) {v.place}")
+            Setting(
+                key,
+                _beside(key, v.value, profile.directory),
+                f"{profile.name} ({profile.plugin}) {v.place}",
+                fact_source=v.fact_source,
+            )
             for key, v in profile.values.items()
         ),
     )
@@ -459,12 +468,12 @@ def _collect(config: LaunchConfig, layers: Sequence[Layer]) -> dict[str, tuple[O
     for layer in layers:
         for setting in layer.settings:
             given = origins.setdefault(setting.key, [])
-            given.append(Origin(_as_typed(setting), layer.name, setting.source))
+            given.append(Origin(_as_typed(setting), layer.name, setting.source, setting.fact_source))
     for table in {key.rpartition(".")[0] for key in origins} & set(origins):
         del origins[table]  # a table's origins are those of its members
     for key, given in origins.items():
         winner = given[-1]
-        given[-1] = Origin(_pick(dumped, key, winner.value), winner.layer, winner.source)
+        given[-1] = replace(winner, value=_pick(dumped, key, winner.value))
     return {key: tuple(given) for key, given in origins.items()}
 
 

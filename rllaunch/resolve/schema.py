@@ -72,6 +72,9 @@ class Hardware(Section):
     """How a GPU reaches host RAM, such as `PCIe Gen5 x16` or `NVLink-C2C`."""
     host_link_bytes_per_second: float | None = Field(default=None, gt=0)
     """Bytes per second between one GPU and host RAM, one direction."""
+    host_pin_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Bytes per second of a copy from one GPU into host pages that are made and locked for it; unset: as on the host of
+    one H200."""
     hbm_bytes_per_second: float | None = Field(default=None, gt=0)
     """Bytes per second one GPU reads from its own memory."""
     gpu_link_bytes_per_second: float | None = Field(default=None, gt=0)

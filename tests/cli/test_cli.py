@@ -27,6 +27,10 @@ HEAVY = ("torch", "ray", "transformers")
         ("plugins",),
         ("profiles", "list"),
         ("profiles", "show", "GB300"),
+        ("profiles", "new", "box", "--from", "H100", "--force"),
+        ("profiles", "check", "GB300"),
+        ("profiles", "detect"),
+        ("schema",),
     ],
     ids=" ".join,
 )

@@ -21,6 +21,8 @@ class FakeNvml(ModuleType):
         links_to: what its NVLinks lead to: a constant of NVML, or None without NVLink.
         cluster: last byte of the id of the fabric's cluster; None for a driver that knows no fabric.
         cuda: as the driver writes it, 13000 for 13.0.
+        pcie: generation and lanes of each GPU's link; None for a driver that does not tell.
+        is_coherent: the GPUs reach their CPU over NVLink-C2C.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class FakeNvml(ModuleType):
         links_to: int | None = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH,
         cluster: int | None = None,
         cuda: int = 13000,
+        pcie: tuple[int, int] | None = (5, 16),
+        is_coherent: bool = False,
     ) -> None:
         super().__init__("pynvml")
         self.__dict__.update({k: v for k, v in vars(pynvml).items() if not k.startswith(("__", "nvml"))})
@@ -55,6 +59,25 @@ class FakeNvml(ModuleType):
 
     def nvmlSystemGetCudaDriverVersion(self) -> int:
         return int(self._answers.cuda)
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.95.05"
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
+        return self._pcie(0)
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        return self._pcie(1)
+
+    def _pcie(self, part: int) -> int:
+        if self._answers.pcie is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return int(self._answers.pcie[part])
+
+    def nvmlDeviceGetC2cModeInfoV(self, handle: int) -> Any:
+        if not self._answers.is_coherent:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(isC2cEnabled=1)
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return str(self._answers.name)

@@ -1,0 +1,276 @@
+"""`rllaunch profiles new` and `check`: from nothing to a profile in order, and every way in which one is not."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+GOOD = """\
+[profile]
+kind = "hardware"
+name = "mine"
+aliases = ["my-l40s"]
+description = "A box of four L40S"
+source = "its label"
+
+[facts]
+accelerator = "cuda"
+gpus_per_node = 4
+gpu_memory_bytes = 48305799168
+host_memory_bytes = 540092137472
+host_link = "PCIe Gen4 x16"
+host_link_bytes_per_second = { value = 26.2e9, source = "measured 2026-11-29, pinned memory" }
+hbm_bytes_per_second = 864e9
+
+[choices.handoff]
+colocate_memory_peak_device = "gpu"
+"""
+Checker = Callable[..., list[tuple[str, str]]]
+
+
+@pytest.fixture
+def checked(rllaunch: Any, tmp_path: Path) -> Checker:
+    """Codes and levels of what is said of GOOD with replacements, as a file."""
+
+    def check(*replaced: tuple[str, str], code: int = 3) -> list[tuple[str, str]]:
+        text = GOOD
+        for old, new in replaced:
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+        result = rllaunch("profiles", "check", "mine.toml", "--json")
+        assert result.code == code, result.out + result.err
+        answer = result.json()
+        assert answer["ok"] is (code == 0)
+        return [(f["code"], f["message"]) for f in answer["findings"]]
+
+    return check
+
+
+# -- new -------------------------------------------------------------------------------------------
+
+
+def test_a_new_profile_that_extends_another_is_in_order_at_once(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "profiles").mkdir()
+    made = rllaunch("profiles", "new", "my-h100", "--from", "hgx-h100")
+    assert (made.code, made.out) == (0, "profiles/my-h100.toml\n")
+    assert made.err == "fill it in, then: rllaunch profiles check profiles/my-h100.toml\n"
+    result = rllaunch("profiles", "check", "my-h100")
+    assert (result.code, result.out) == (0, "")
+    assert result.err.startswith("hardware my-h100 (profiles/my-h100.toml (./profiles)): in order\n")
+    assert "on 1 × 8 my-h100" in rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "my-h100").out
+
+
+def test_a_new_profile_says_of_every_fact_how_to_find_it_out(rllaunch: Any, tmp_path: Path):
+    from rllaunch.resolve.schema import Hardware
+    from rllaunch.resolve.template import HOW
+
+    assert set(HOW) == set(Hardware.model_fields) - {"name"}
+    assert rllaunch("profiles", "new", "box", "-o", "there/box.toml").out == "there/box.toml\n"
+    text = " ".join((tmp_path / "there/box.toml").read_text().replace("\n# ", " ").split())
+    for key, how in HOW.items():
+        assert how in text, key
+        assert f" {key} =" in text
+    result = rllaunch("profiles", "check", "there/box.toml")
+    assert result.code == 3
+    assert "error[RL603]: no accelerator is stated\n" in result.out
+
+
+def test_facts_on_the_command_line_make_a_whole_profile(rllaunch: Any, tmp_path: Path):
+    facts = ("gpus_per_node=4", "host_memory_bytes=540092137472")
+    words = [word for fact in facts for word in ("--fact", fact)]
+    rllaunch("profiles", "new", "box", "--from", "L40S", *words, "--source", 'its "label"', "-o", "box.toml")
+    data = tomllib.loads((tmp_path / "box.toml").read_text())
+    assert data["facts"] == {"gpus_per_node": 4, "host_memory_bytes": 540092137472}
+    assert data["profile"]["source"] == 'its "label"'
+    assert rllaunch("profiles", "check", "box.toml").code == 0
+    rllaunch("profiles", "new", "box", "--from", "L40S", *words, "-o", "box.toml", "--force")
+    result = rllaunch("profiles", "check", "box.toml")
+    assert result.code == 3
+    assert "error[RL605]: the source of 2 facts is still to be filled in\n" in result.out
+
+
+def test_a_file_that_is_found_already_is_written_anew_with_force_only(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "profiles").mkdir()
+    words = ("profiles", "new", "box", "--from", "H100")
+    assert [rllaunch(*words, *more).code for more in ((), (), ("--force",))] == [0, 3, 0]
+    assert rllaunch(*words, "--force", "-o", "other.toml").code == 3
+
+
+def test_the_editors_schema_lies_beside_and_fits(rllaunch: Any, tmp_path: Path):
+    rllaunch("profiles", "new", "box", "--from", "GB300", "-o", "box.toml")
+    first = (tmp_path / "box.toml").read_text().splitlines()[0]
+    assert first == "#:schema ./rllaunch-profile.schema.json"
+    schema = json.loads((tmp_path / "rllaunch-profile.schema.json").read_text())
+    assert schema == rllaunch("schema").json()
+    jsonschema.validate(tomllib.loads((tmp_path / "box.toml").read_text()), schema, jsonschema.Draft7Validator)
+
+
+def test_without_a_folder_here_it_goes_where_profiles_are_found_from_anywhere(rllaunch: Any, tmp_path: Path):
+    file = tmp_path / "config/rllaunch/profiles/box.toml"
+    assert rllaunch("profiles", "new", "box", "--from", "H200").out == f"{file}\n"
+    assert rllaunch("profiles", "check", "box").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("h100",), 3, "error: hardware profile name 'h100' is taken\n  hardware/H100.toml (rllaunch "),
+        (("box", "--from", "H10"), 3, "error: unknown hardware profile 'H10'\n  --from H10\nhint: did you mean 'H100'"),
+        (("box", "--fact", "gpu_memroy_bytes=1"), 2, "hint: did you mean 'gpu_memory_bytes'?\n"),
+        (("box", "--fact", "gpus_per_node"), 2, "error: --fact 'gpus_per_node' is not KEY=VALUE\n"),
+        (("box", "-o", "box.json"), 2, "error: a profile's file ends in .toml: box.json\n"),
+        (("a b",), 2, "error: 'a b' cannot be a profile's name\n"),
+        (("box", "-o", "here.toml/box.toml"), 3, "error: cannot write here.toml/box.toml: "),
+        (("box", "-o", "here.toml"), 3, "error: the file is there already: here.toml\n"),
+    ],
+)
+def test_what_cannot_be_written_is_one_error_and_no_file(
+    rllaunch: Any, tmp_path: Path, words: tuple[str, ...], code: int, told: str
+):
+    (tmp_path / "here.toml").write_text("mine")
+    result = rllaunch("profiles", "new", *words)
+    assert result.code == code
+    assert told in result.err
+    assert "Traceback" not in result.err
+    assert [p.name for p in tmp_path.rglob("*.toml")] == ["here.toml"]
+    assert (tmp_path / "here.toml").read_text() == "mine"
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def test_every_shipped_profile_is_in_order(rllaunch: Any):
+    answer = rllaunch("profiles", "check", "--all", "--json").json()
+    shipped = [row for row in answer["profiles"] if "(rllaunch " in row["place"]]
+    assert len(shipped) == 82
+    assert {row["name"]: row["findings"] for row in shipped if any(f["level"] != "info" for f in row["findings"])} == {}
+    tried = {row["kind"]: {len(r["launches"]) for r in shipped if r["kind"] == row["kind"]} for row in shipped}
+    assert tried == {"hardware": {3}, "model": {3}, "cell": {1}, "task": {1}}
+    assert all(launch["fits"] is not None for row in shipped for launch in row["launches"])
+
+
+def test_a_good_file_has_nothing_to_be_said_about(checked: Checker):
+    assert checked(code=0) == []
+
+
+FACTS = [
+    # (replaced, by, code, message); the first of the findings
+    ("48305799168", "48", "RL604", "gpu_memory_bytes is in bytes, and 48 cannot be: a L40S has 48 GB"),
+    ("48305799168", "46068", "RL604", "gpu_memory_bytes is in bytes, and 46,068 cannot be: a L40S has 48 GB"),
+    ("48305799168", "193223196672", "RL604", "180.0 GiB is the memory of all 4 GPUs together: a L40S has 48 GB"),
+    ("48305799168", "25757220864", "RL604", "gpu_memory_bytes is in bytes, and 25,757,220,864 cannot be: a L40S has"),
+    ("540092137472", "527433728", "RL604", "host_memory_bytes is in bytes, and 527,433,728 cannot be"),
+    ("540092137472", "503", "RL604", "host_memory_bytes is in bytes, and 503 cannot be"),
+    ("26.2e9", "26.2", "RL604", "host_link_bytes_per_second is in bytes per second, and 26 cannot be: PCIe Gen4 x16"),
+    ("26.2e9", "52.4e9", "RL604", "52.4 GB/s are both directions together: one way PCIe Gen4 x16 carries 31.5 GB/s"),
+    ("26.2e9", "400e9", "RL604", "host_link_bytes_per_second is in bytes per second, and 400,000,000,000 cannot be"),
+    ("Gen4 x16", "Gen3 x4", "RL604", "host_link_bytes_per_second is in bytes per second, and 26,200,000,000 cannot be"),
+    ("864e9", "864", "RL604", "hbm_bytes_per_second is in bytes per second, and 864 cannot be: no such memory or link"),
+    ("864e9", "0.864e12\ngpu_link_bytes_per_second = 64", "RL604", "gpu_link_bytes_per_second is in bytes per second"),
+    ("gpus_per_node = 4", "gpus_per_node = 72", "RL604", "72 GPUs in one node"),
+    ("gpus_per_node = 4\n", "", "RL603", "gpus_per_node is not stated"),
+    ('accelerator = "cuda"\n', "", "RL603", "no accelerator is stated"),
+    ('accelerator = "cuda"', 'accelerator = "cpu"', "RL603", "a machine without GPUs has facts about them"),
+    ('"its label"', '"TODO"', "RL605", "the source of 6 facts is still to be filled in"),
+    ("gpu_memory_bytes", "gpu_memroy_bytes", "RL601", "unknown key 'gpu_memroy_bytes' in [hardware]"),
+    ("48305799168", '"48 GB"', "RL601", 'hardware.gpu_memory_bytes cannot be "48 GB": input should be a valid integer'),
+    ("gpus_per_node = 4", 'gpus_per_node = "4"', "RL601", 'hardware.gpus_per_node is a number, not "4"'),
+    ("gpus_per_node = 4", "gpus_per_node = true", "RL601", "hardware.gpus_per_node is a number, not true"),
+    ("[choices.handoff]", "[choices.handof]", "RL601", "unknown section [handof]"),
+    ('device = "gpu"', 'device = "tpu"', "RL601", 'handoff.colocate_memory_peak_device cannot be "tpu"'),
+    ('source = "its label"', 'source = "s"\nextends = "L40"', "RL602", "profile 'mine' extends unknown hardware"),
+    ('source = "its label"', 'source = "s"\nextends = "mine"', "RL602", "profile 'mine' extends itself"),
+    ('device = "gpu"', 'device = "gpu"\noffload_train = false', "RL608", "RL301: "),
+    ('kind = "hardware"', 'kind = "hardwear"', "RL600", "profile kind 'hardwear' is none of"),
+    ('name = "mine"', 'name = "H100"', "RL600", "hardware profile name 'h100' is taken"),
+    ("gpus_per_node = 4", "gpus_per_node = ", "RL600", "malformed TOML: Invalid value"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "code", "message"), FACTS)
+def test_a_mistake_is_found(checked: Checker, old: str, new: str, code: str, message: str):
+    found = checked((old, new))
+    assert any(c == code and m.startswith(message) for c, m in found), found
+
+
+WARNINGS = [
+    ("26.2e9", "6.1e9", "RL604", "19% of the 31.5 GB/s that PCIe Gen4 x16 carries: pageable memory, or fewer lanes?"),
+    ("PCIe Gen4 x16", "pcie 4", "RL604", "'pcie 4' names no generation of a link"),
+    ("540092137472", "34359738368", "RL604", "the host has 32.0 GiB, less than one GPU (45.0 GiB)"),
+    ("48305799168", "48000000000", "RL604", "48 GB exactly, the vendor's decimal: a driver shows another number"),
+    ("host_memory_bytes = 540092137472\n", "", "RL603", "host_memory_bytes is not stated"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "code", "message"), WARNINGS)
+def test_what_may_be_meant_is_said_and_passes(checked: Checker, old: str, new: str, code: str, message: str):
+    [(found, text)] = checked((old, new), code=0)
+    assert found == code
+    assert text.startswith(message)
+
+
+def test_profiles_that_know_the_same_gpus_are_told_apart_by_name_only(checked: Checker):
+    found = checked(("[choices.handoff]", '[detect]\ngpu_names = ["nvidia l40s"]\n[choices.handoff]'), code=0)
+    assert found == [("RL609", "mine and L40S recognise the same GPUs: --hardware auto takes neither")]
+
+
+def test_hbm_is_not_counted_as_host_memory_where_the_two_are_coherent(rllaunch: Any, tmp_path: Path):
+    for nbytes, code in ((1030792151040, 0), (1700000000000, 3)):
+        fact = ("--fact", f"host_memory_bytes={nbytes}", "--source", "MemTotal")
+        rllaunch("profiles", "new", "tray", "--from", "GB200", *fact, "-o", "tray.toml", "--force")
+        result = rllaunch("profiles", "check", "tray.toml")
+        assert result.code == code
+    assert (
+        "error[RL604]: 1.5 TiB of host RAM counts the HBM: 4 × GB200 have 960.0 GiB of their own at most\n"
+        in result.out
+    )
+
+
+def test_a_finding_names_file_and_line_and_what_was_probably_meant(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(GOOD.replace("540092137472", "527433728"), encoding="utf-8")
+    result = rllaunch("profiles", "check", "mine.toml")
+    assert result.out == (
+        "error[RL604]: host_memory_bytes is in bytes, and 527,433,728 cannot be: no node with GPUs has that\n"
+        "  hardware.host_memory_bytes = 527433728   mine.toml:12   its label\n"
+        "  hint: were KiB (as /proc/meminfo's kB) meant? host_memory_bytes = 540092137472\n"
+    )
+    assert result.err == "hardware mine (mine.toml (given file)): 1 error\n"
+
+
+def test_what_is_no_profile_is_told_in_one_error(rllaunch: Any, tmp_path: Path):
+    result = rllaunch("profiles", "check", "nowhere.toml")
+    assert result.code == 3
+    assert "error[RL600]: profile does not exist: nowhere.toml\n" in result.out
+    result = rllaunch("profiles", "check", "H10O")
+    assert (result.code, result.err) == (3, "error: unknown profile 'H10O'\nhint: did you mean 'H100'?\n")
+    assert rllaunch("profiles", "check").code == 2
+    assert rllaunch("profiles", "check", "H100", "--all").code == 2
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles/mine.toml").write_text(GOOD.replace("source", "sorce"), encoding="utf-8")
+    result = rllaunch("profiles", "check", "mine")
+    assert result.code == 3
+    assert result.out.startswith(
+        "error[RL600]: unknown key 'sorce' in [profile]\n  profiles/mine.toml:6 (./profiles)\n"
+    )
+
+
+def test_other_kinds_are_checked_too(rllaunch: Any, tmp_path: Path):
+    cell = '[profile]\nkind = "cell"\nname = "c"\nmodel = "qwen3-8b"\nhardware = "{}"\n[choices.trainer]\nlr = {}\n'
+    (tmp_path / "c.toml").write_text(cell.format("L40S", "1e-6"))
+    assert rllaunch("profiles", "check", "c.toml").code == 0
+    (tmp_path / "c.toml").write_text(cell.format("L40", "1e-6"))
+    result = rllaunch("profiles", "check", "c.toml")
+    assert result.code == 3
+    assert "error[RL606]: qwen3-8b on L40 does not resolve: unknown hardware profile 'L40'\n" in result.out
+    (tmp_path / "c.toml").write_text(cell.format("L40S", "-1"))
+    assert (
+        "error[RL601]: trainer.lr cannot be -1: input should be greater than 0\n"
+        in rllaunch("profiles", "check", "c.toml").out
+    )
