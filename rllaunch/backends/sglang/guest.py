@@ -89,7 +89,9 @@ class _Mirror:
         needed = sum(piece.numel() + _ALIGNMENT_BYTES for _, piece in self._pieces)
         if needed > nbytes:
             raise RunError(f"the arena of slot {index} has {nbytes:,} bytes, the engine's weights take {needed:,}")
-        self._copies = ArenaCopies(Arena(slot, pool, nbytes, is_pinned=torch.cuda.is_available()), owner_of(slot), {"weights": needed})
+        self._copies = ArenaCopies(
+            Arena(slot, pool, nbytes, is_pinned=torch.cuda.is_available()), owner_of(slot), {"weights": needed}
+        )
 
 
 def _pieces_of(tag: str) -> list[tuple[int, Tensor]]:
