@@ -25,6 +25,7 @@ HEAVY = ("torch", "ray", "transformers")
         ("train", *DSV4),
         ("train", "--dry-run", *DSV4),
         ("plugins",),
+        ("export", "--list"),
         ("profiles", "list"),
         ("profiles", "show", "GB300"),
     ],

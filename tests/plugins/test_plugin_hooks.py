@@ -26,8 +26,8 @@ def document(hook: str) -> str:
     return inspect.getdoc(getattr(Specs, hook)) or ""
 
 
-def test_there_are_nine_hooks():
-    assert len(HOOKS) == 9
+def test_there_are_ten_hooks():
+    assert len(HOOKS) == 10
     public = [name for name, value in vars(Specs).items() if callable(value) and not name.startswith("_")]
     assert public == HOOKS
     assert all(hasattr(getattr(Specs, hook), "rllaunch_spec") for hook in HOOKS)
