@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "Would it run? Every finding at once.",
     "resolve": "Show the launch: every value and the layer that decided it.",
     "explain": "Who set a key, layer by layer, and what it means.",
+    "diff": "What differs between two launches, and what it does to the plan.",
     "export": "A launch as another program's command line.",
     "profiles": "List and show hardware, model, task and cell profiles.",
     "plugins": "List the plugins and what each contributes.",

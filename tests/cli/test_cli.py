@@ -26,6 +26,7 @@ HEAVY = ("torch", "ray", "transformers")
         ("train", "--dry-run", *DSV4),
         ("plugins",),
         ("export", "--list"),
+        ("diff", "H100", "H200", "--model", "dsv4"),
         ("profiles", "list"),
         ("profiles", "show", "GB300"),
     ],
