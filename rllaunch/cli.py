@@ -28,7 +28,7 @@ COMMANDS = {
     "diff": "What differs between two launches, and what it does to the plan.",
     "export": "A launch as another program's command line.",
     "profiles": "List and show hardware, model, task and cell profiles.",
-    "plugins": "List the plugins and what each contributes.",
+    "plugins": "List the plugins and what each contributes; start one of your own.",
 }
 
 

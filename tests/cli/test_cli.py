@@ -25,6 +25,7 @@ HEAVY = ("torch", "ray", "transformers")
         ("train", *DSV4),
         ("train", "--dry-run", *DSV4),
         ("plugins",),
+        ("plugins", "new", "rllaunch-acme"),
         ("export", "--list"),
         ("diff", "H100", "H200", "--model", "dsv4"),
         ("profiles", "list"),
