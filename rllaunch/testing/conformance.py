@@ -388,11 +388,8 @@ class RolloutConformance(Conformance):
         assert engine.check_health()
 
     @pytest.mark.parametrize("region", ENGINE_REGIONS)
-    def test_while_anything_is_released_it_is_unwell_and_does_not_answer(
-        self, engine: RolloutEngine, region: Region
-    ) -> None:
+    def test_while_anything_is_released_it_does_not_answer(self, engine: RolloutEngine, region: Region) -> None:
         engine.release_memory_occupation([region])
-        assert not engine.check_health()
         with pytest.raises(RllaunchError):
             engine.generate(self.request())
         engine.resume_memory_occupation([region])
