@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if 
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-stack test-stack-sglang lint type bench docs clean
+.PHONY: help install train test test-stack lint type bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,32 +38,17 @@ test: $(VENV)/.installed-test ## Everything that runs without a GPU (ARGS="-k ha
 	$(BIN)/python -m pytest -q plugins/rllaunch-example
 	$(BIN)/python -m pytest -q plugins/rllaunch-miles
 
-# Beside the environment, not in it: what is installed there decides what launches may choose.
+# Beside the environment, not in it: what is installed there decides what launches may choose. Uncompiled, because most of it is
+# never imported.
 STACK := $(VENV)/stack
-$(STACK)/.installed: $(VENV)/.installed-test
-	$(PIP) --no-deps --target $(STACK) 'megatron-core>=0.16'
+$(STACK)/.installed: $(VENV)/.installed-test constraints/stack.txt
+	@echo "installing Megatron-core and SGLang for the CPU (1.4 GB: a minute or two) …"
+	rm -rf $(STACK)
+	$(PIP) --no-deps --no-compile --target $(STACK) -r constraints/stack.txt
 	@touch $@
 
-test-stack: $(STACK)/.installed ## The megatron trainer on this machine's CPU (ARGS="-k layout" …)
+test-stack: $(STACK)/.installed ## The megatron trainer and SGLang engines on this machine's CPU (ARGS="-k pair" …)
 	PYTHONPATH=$(abspath $(STACK)) $(BIN)/python -m pytest -m stack tests/stack $(ARGS)
-
-# An environment of its own: SGLang asks for other versions of torch and transformers. Those named after --no-deps ask for
-# CUDA wheels; what SGLang imports of the others is SGLANG_NEEDS, and stubs of the tests stand for its kernels.
-STACK_SGLANG := $(VENV)/stack-sglang
-SGLANG_NEEDS := torch transformers numpy orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq ipython aiohttp \
-  uvloop dill sentencepiece gguf openai partial_json_parser uvicorn fastapi setproctitle einops python-multipart \
-  prometheus-client loguru pydantic jsonschema soundfile scipy tiktoken openai-harmony watchfiles zstandard
-$(STACK_SGLANG)/.installed: constraints/stack-sglang.txt pyproject.toml
-	$(PYTHON) -m venv $(STACK_SGLANG)
-	@echo "installing SGLang for the CPU (2.7 GB: some minutes) …"
-	$(STACK_SGLANG)/bin/python -m pip install --quiet -c constraints/stack-sglang.txt $(SGLANG_NEEDS) pytest hypothesis
-	$(STACK_SGLANG)/bin/python -m pip install --quiet -c constraints/stack-sglang.txt --no-deps \
-	  sglang xgrammar apache-tvm-ffi compressed-tensors
-	$(STACK_SGLANG)/bin/python -m pip install --quiet -c constraints/stack-sglang.txt -e .
-	@touch $@
-
-test-stack-sglang: $(STACK_SGLANG)/.installed ## The sglang engine on this machine's CPU (ARGS="-k checksum" …)
-	$(STACK_SGLANG)/bin/python -m pytest -m stack tests/stack/test_sglang_engine.py $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff, and the import contracts
 	$(BIN)/ruff check .

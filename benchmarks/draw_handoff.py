@@ -31,7 +31,8 @@ def label(row: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], target: Path) -> None:
-    rows = sorted(rows, key=lambda row: row["sum"], reverse=True)
+    latest = {label(row): row for row in sorted(rows, key=lambda row: row["run"])}
+    rows = sorted(latest.values(), key=lambda row: row["sum"], reverse=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 0.42 * len(rows) + 1.7), sharey=True, width_ratios=(3, 2))
     for y, row in enumerate(rows):
         start = 0.0
@@ -41,6 +42,8 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
             left.barh(y, seconds, left=start, color=colour, height=0.72)
             start += seconds
         left.text(start, y, f"  {row['sum']:.1f} s", va="center", fontsize=9)
+        if row["host_gib"] is None:
+            continue
         right.barh(y, row["host_gib"], color="#b9b3d6", height=0.72)
         right.plot([row["planned_host_gib"]] * 2, [y - 0.36, y + 0.36], color="#3a2f7a", linewidth=2)
         right.text(row["host_gib"], y, f"  {row['host_gib']:.1f}", va="center", fontsize=9)
@@ -48,12 +51,12 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
     left.set_xlabel("seconds of one handoff, both ways")
     right.set_xlabel("GiB of copies on the host at the peak (line: planned)")
     left.set_xlim(0, max(row["sum"] for row in rows) * 1.1)
-    right.set_xlim(0, max(row["host_gib"] for row in rows) * 1.15)
+    right.set_xlim(0, max(row["host_gib"] or 0.0 for row in rows) * 1.15)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour in (*STEPS.values(), OTHER)]
     left.legend(handles, [name for name, _ in (*STEPS.values(), OTHER)], fontsize=8, frameon=False, loc="upper right")
-    first = rows[0]
+    first = rows[-1]
     figure.suptitle(
         f"{first['parameters'] / 1e9:.1f} B parameters on one H200: {first['backup_gib']:.1f} GiB of trainer state, "
         f"{first['update_gib']:.1f} GiB of engine weights change places",

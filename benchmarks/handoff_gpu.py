@@ -332,6 +332,7 @@ class Bench:
 
     def start_engines(self, slot: Slot) -> None:
         from rllaunch.backends.sglang import engine as module
+        from rllaunch.backends.sglang import part
 
         def config_only(context: LaunchContext, directory: Path) -> None:
             from rllaunch.backends.embedded.model import model_config
@@ -340,7 +341,7 @@ class Bench:
             config.architectures, config.dtype = ["Qwen3ForCausalLM"], "bfloat16"
             config.save_pretrained(directory)
 
-        module.write_checkpoint = config_only
+        part.write_checkpoint = config_only
         kinds = {cell.engine: cell for cell in sorted(self.wanted, key=lambda cell: cell.engine != "mirror shared")}
         started = time.perf_counter()
         for index, (kind, cell) in enumerate(kinds.items()):

@@ -42,5 +42,10 @@ def rllaunch_rollout_backends() -> Sequence[BackendSpec]:
 
     return [
         BackendSpec("embedded", "rllaunch.backends.embedded.engine:EmbeddedEngine"),
-        BackendSpec("sglang", "rllaunch.backends.sglang.engine:SglangEngine"),
+        BackendSpec(
+            "sglang",
+            "rllaunch.backends.sglang.engine:SglangEngine",
+            own_process=True,
+            follower="rllaunch.backends.sglang.follower:SglangFollower",
+        ),
     ]

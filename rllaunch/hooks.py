@@ -116,8 +116,9 @@ class Specs:
     def rllaunch_rollout_backends(self) -> Sequence[BackendSpec]:
         """Rollout backends, each a name and an import path of a `RolloutEngine`.
 
-        Moment: before a diagnosis; the path is imported in the rollout manager's process only.
-        Used by: the embedded engine.
+        Moment: before a diagnosis; the path is imported in the rollout manager's process only, or with `own_process` in
+            an actor of each engine.
+        Used by: the embedded and the sglang engine.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +45,7 @@ class LoraLinear(nn.Module):
         self.scale = alpha / rank
         self.base_layer = base.requires_grad_(False)
         dtype = base.weight.dtype if base.weight.itemsize >= 4 else torch.float32
-        a_RI = torch.empty(rank, base.in_features, dtype=dtype)
-        nn.init.kaiming_uniform_(a_RI, a=math.sqrt(5), generator=generator)
+        a_RI = _draw(rank, base.in_features, dtype, generator)
         b_OR = torch.zeros(base.out_features, rank, dtype=dtype, device=base.weight.device)
         self.lora_a = nn.Parameter(a_RI.to(base.weight.device))
         self.lora_b = nn.Parameter(b_OR)
@@ -64,6 +63,11 @@ class LoraLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}"
+
+
+def _draw(rank: int, in_features: int, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    a_RI = torch.empty(rank, in_features, dtype=dtype)
+    return nn.init.kaiming_uniform_(a_RI, a=math.sqrt(5), generator=generator)
 
 
 def plain_name(key: str) -> str | None:
@@ -109,6 +113,18 @@ def apply_lora(
         parent_name, _, child_name = name.rpartition(".")
         setattr(model.get_submodule(parent_name), child_name, LoraLinear(linear, rank, alpha, generator))
     return list(chosen)
+
+
+def drawn_again(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Name and A of every adapter in the order `apply_lora` drew them: for a model on `meta`, which has no values.
+
+    Args:
+        seed: that `apply_lora` was given.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            yield name, _draw(module.rank, module.in_features, module.lora_a.dtype, generator)
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -35,14 +35,23 @@ class BackendSpec:
             checked and dry-run, before this version can run it.
         environment: `module:function`, which gives the variables that its processes must be started with under a
             config; called where the run is driven. Empty: none.
+        own_process: of a rollout backend: each engine lives in a Ray actor of its own on the node of its first slot,
+            and all are asked at the same time. Else they share the rollout manager's process and take turns.
+        follower: of a rollout backend with `own_process`: `module:Class` of an `EngineFollower`, one on each further
+            node of an engine that spans nodes. Empty: its engines do not.
     """
 
     name: str
     target: str
     environment: str = ""
+    own_process: bool = False
+    follower: str = ""
 
     def load(self) -> Callable[..., Any]:
         return _imported(self.target)
+
+    def load_follower(self) -> Callable[..., Any]:
+        return _imported(self.follower)
 
     def environment_of(self, config: LaunchConfig) -> Mapping[str, str]:
         found: Mapping[str, str] = _imported(self.environment)(config) if self.environment else {}
@@ -166,6 +175,7 @@ class MemoryReading:
     Args:
         moved_bytes: copied between GPU and host by this process since its last reading.
         own_gpu_bytes: of `gpu_bytes` those that the processes of who reads hold; None where nothing tells.
+        pinned_bytes: of `host_bytes` those that the trainers' host copies on the node take; None where nobody counts.
     """
 
     gpu_bytes: int
@@ -174,6 +184,7 @@ class MemoryReading:
     host_peak_bytes: int
     moved_bytes: int = 0
     own_gpu_bytes: int | None = None
+    pinned_bytes: int | None = None
 
 
 def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
@@ -185,6 +196,7 @@ def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
         max(r.host_peak_bytes for r in readings),
         max(r.moved_bytes for r in readings),
         max((r.own_gpu_bytes for r in readings if r.own_gpu_bytes is not None), default=None),
+        max((r.pinned_bytes for r in readings if r.pinned_bytes is not None), default=None),
     )
 
 
@@ -234,6 +246,45 @@ class RolloutEngine(WeightSink, Protocol):
     def memory(self) -> MemoryReading:
         """Of the GPUs and the node this engine is on, whoever holds the memory; starts a new peak."""
         ...
+
+    def shutdown(self) -> None: ...
+
+
+class SpanningEngine(RolloutEngine, Protocol):
+    """An engine that may span nodes: this is its part on the first of them, and the only one that is asked.
+
+    Built from its first slot; the others are those after it.
+    """
+
+    def meeting_point(self, host: str) -> str:
+        """Where its followers find it, at this node's address `host`; asked before the start if it has followers."""
+        ...
+
+    def abandon(self) -> None:
+        """End its processes at once, from another thread than the one a call is under way in; that call then fails."""
+        ...
+
+
+class EngineFollower(Protocol):
+    """An engine's part on a further node. Built from the first of the engine's slots there."""
+
+    def start(self, meeting_point: str) -> None:
+        """Load this node's part of the model; returns when the engine's part on the first node has loaded too."""
+        ...
+
+    def check_release(self, tags: Sequence[Region]) -> None:
+        """Raise if what the engine has just released is not as it must be on this node."""
+        ...
+
+    def memory(self) -> MemoryReading: ...
+
+    def check_health(self) -> bool: ...
+
+    def wait(self) -> str:
+        """Return only when this part has ended, however; why."""
+        ...
+
+    def abandon(self) -> None: ...
 
     def shutdown(self) -> None: ...
 

@@ -98,12 +98,13 @@ ENGINE_FRONT = Constant(
 NODE_BASE = Constant(1.2 * GIB, 1.0 * GIB, 4 * GIB, "bytes a node", "system and Ray, idle (own measurement)")
 DISTRIBUTED_HOST = Constant(
     17 * GB,
-    13 * GB,
+    0.4 * GB,
     37 * GB,
     "bytes a GPU of a launch with several",
     "what is neither backup nor mirror nor one of the processes above: 157 to 182 GB with those processes on 8 × H200 "
     "(radixark/miles#3089), about 180 GB beside the trainers on 8 × H100 (THUDM/slime#1851), up to 170 GB on 4 × GB300 "
-    "(radixark/miles#1572): communicators, page cache, the heap of loaders",
+    "(radixark/miles#1572): communicators, page cache, the heap of loaders. 0.4 GB with 0.4 B parameters on 2 × H200, "
+    "page cache not counted (own measurement, benchmarks/results)",
 )
 UPDATE_HEAP = Constant(
     0.8,

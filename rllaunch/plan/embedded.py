@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rllaunch.plan.architecture import Architecture, Weight
 from rllaunch.plan.handoff import Region
-from rllaunch.plan.sizes import LaunchSizes
+from rllaunch.plan.sizes import LaunchSizes, is_adaptable
 from rllaunch.resolve.schema import LaunchConfig
 
 # Ids of a character tokenizer that stand for no character: padding, begin, end.
@@ -70,9 +70,9 @@ def embedded_sizes(config: LaunchConfig, architecture: Architecture, prompts: Pr
     answer = config.rollout.rollout_max_response_len
     width = prompts.longest + answer
     per_token = sum(layer.kv_elements_per_token for layer in architecture.layers)
-    sent = [n * 4 for n in pieces] if config.has_lora else [w.numel * served for w in weights]
+    sent = [n * 4 for n in pieces] if config.sends_adapters else [w.numel * served for w in weights]
     gpu: dict[Region, int] = {
-        "weights": _runs([count * served, *([adapters * 4] if config.has_lora else [])]),
+        "weights": _runs([count * served, *([adapters * 4] if config.sends_adapters else [])]),
         "kv_cache": rows * width * per_token * served,
         "cuda_graph": _runs([rows * (answer + width) * 8, 3 * rows * answer * 4]),
         "params": _runs([n * element for n in (*trained, *frozen)]),
@@ -112,8 +112,8 @@ def _weights(architecture: Architecture) -> list[Weight]:
 def _adapters(config: LaunchConfig, architecture: Architecture) -> list[int]:
     """Elements of each adapter's two narrow matrices, on every linear layer; fused experts are no linear layers."""
     rank = config.algorithm.lora_rank
-    weights = (w for layer in architecture.layers for w in layer.weights if len(w.shape) == 2 and not w.is_expert)
-    return [rank * size for w in weights if w.split in ("column", "row") for size in (w.shape[1], w.shape[0])]
+    weights = (w for layer in architecture.layers for w in layer.weights if is_adaptable(w))
+    return [rank * size for w in weights for size in (w.shape[1], w.shape[0])]
 
 
 def _runs(sizes: Iterable[int]) -> int:

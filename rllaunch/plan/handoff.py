@@ -111,7 +111,9 @@ class HandoffOptions:
         if self.order == "gpu" and self.lora:
             reasons.append("gpu order cannot run with LoRA")
         if self.lora and self.weights_mode == "discard":
-            reasons.append("LoRA updates send adapters only, so discarded base weights would never come back")
+            reasons.append(
+                "with LoRA an engine keeps its base weights: from an update of adapters they would never come back"
+            )
         if self.order == "cpu" and self.buffers == "shared" and self.offload_train and self.has_mirror:
             reasons.append(
                 "in cpu order the mirror and the backup are on the host together, so they cannot share one arena"
@@ -122,7 +124,7 @@ class HandoffOptions:
 def update_rewrites_all(config: LaunchConfig) -> bool:
     """Whether a weight update brings every tensor of an engine back.
 
-    LoRA sends the adapters only; expert-parallel engines hold tensors that no update re-sends
+    With LoRA it may send the adapters only; expert-parallel engines hold tensors that no update re-sends
     (radixark/miles#835); a draft model's are not the trainer's.
     """
     has_draft = bool((config.sglang.model_extra or {}).get("speculative_algorithm"))

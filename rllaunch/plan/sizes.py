@@ -238,20 +238,23 @@ class _Trainer:
         trained_dense, trained_expert = self._trained(index, layers, dense, expert)
         shard = self._owned(trained_dense, trained_expert)
         actor, trained = dense + expert, trained_dense + trained_expert
+        element = 4 if self.config.model.dtype == "float32" else 2
+        actor_bytes = actor * element
         if self.config.has_lora:
-            actor += trained
+            actor, actor_bytes = actor + trained, actor_bytes + trained * 4  # adapters are float32 beside any weights
         critic_dense = critic_expert = 0
         if self.config.has_critic:
             critic_dense, critic_expert = self._parameters(index, layers, is_critic=True)
         critic, critic_shard = critic_dense + critic_expert, self._owned(critic_dense, critic_expert)
-        element = 4 if self.config.model.dtype == "float32" else 2
+        state = shard * self.state_bytes() + critic_shard * self.state_bytes(is_critic=True)
+        gradients = trained * self._gradient_bytes() + critic * self._gradient_bytes(is_critic=True)
         regions: dict[Region, int] = {
-            "params": (actor + critic) * element,
-            "optimizer": int((shard + critic_shard) * self._state_bytes()),
-            "grads": (trained + critic) * self._gradient_bytes(),
+            "params": actor_bytes + critic * element,
+            "optimizer": int(state * (1 - self.offloaded_fraction)),
+            "grads": gradients,
             "activations": self._transient(index, layers, shard),
         }
-        return Stage(layers, actor + critic, shard + critic_shard, actor * element, regions)
+        return Stage(layers, actor + critic, shard + critic_shard, actor_bytes, regions)
 
     def _owned(self, dense: int, expert: int) -> int:
         """Parameters whose optimizer state one rank holds, of those it shares with its data-parallel ranks."""
@@ -289,38 +292,31 @@ class _Trainer:
         return dense, expert
 
     def _trained(self, index: int, layers: range, dense: int, expert: int) -> tuple[int, int]:
-        """Of those, the ones with gradients: all, or LoRA's adapters."""
+        """Of those, the ones with gradients: all, or LoRA's adapters, which are on linear layers and not on experts."""
         rank = self.config.algorithm.lora_rank
         if not rank:
             return dense, expert
-        adapters = expert_adapters = 0
+        adapters = 0
         for layer, count in kinds_of(self.arch, layers):
             for weight in layer.weights:
-                if len(weight.shape) < 2 or weight.split not in ("column", "row") or not self._is_target(weight):
+                if not is_adaptable(weight) or not self._is_target(weight):
                     continue
-                out, into = weight.shape[-2], weight.shape[-1]
+                out, into = weight.shape
                 # Of the two small matrices the one beside the cut dimension is cut with it.
-                tp = self.etp if weight.is_expert else self.tp
-                size = rank * (out // tp + into) if weight.split == "column" else rank * (out + into // tp)
-                if weight.is_expert:
-                    expert_adapters += count * (size * _experts(weight) // self.ep)
-                else:
-                    adapters += count * size * weight.copies
-        return adapters, expert_adapters
+                out //= self.tp if weight.split == "column" else 1
+                into //= self.tp if weight.split == "row" else 1
+                adapters += count * rank * (out + into)
+        return adapters, 0
 
     def _is_target(self, weight: Weight) -> bool:
         """Whether LoRA puts an adapter beside this matrix, by its name."""
         targets = self.config.algorithm.lora_target_modules
         return "all-linear" in targets or any(part in targets for part in weight.name.split("."))
 
-    def _gradient_bytes(self) -> int:
-        if _megatron(self.config, "grad_reduce_in_bf16", False):
+    def _gradient_bytes(self, *, is_critic: bool = False) -> int:
+        if _megatron(self.config, "grad_reduce_in_bf16", False) and (is_critic or not self.config.has_lora):
             return 2
         return 4
-
-    def _state_bytes(self) -> float:
-        """Optimizer bytes on the GPU for each parameter of a rank's shard."""
-        return self.state_bytes() * (1 - self.offloaded_fraction)
 
     @property
     def offloaded_fraction(self) -> float:
@@ -358,10 +354,10 @@ class _Trainer:
             asked, taken = asked + a * count, taken + t * count
         return taken / asked if asked else 1.0
 
-    def state_bytes(self) -> int:
-        """Masters and Adam's moments of one parameter, in bytes."""
-        if self.config.model.dtype == "float32":
-            return 8
+    def state_bytes(self, *, is_critic: bool = False) -> int:
+        """Masters and Adam's moments of one parameter that is trained, in bytes."""
+        if self.config.model.dtype == "float32" or (self.config.has_lora and not is_critic):
+            return 8  # float32 parameters are their own masters
         moments = sum(_DTYPE_BYTES.get(str(_megatron(self.config, key, "fp32")), 4) for key in _MOMENTS)
         precision_aware = bool(_megatron(self.config, "use_precision_aware_optimizer", False))
         # With bf16 parameters it keeps the lower half of each master only
@@ -435,6 +431,12 @@ class _Trainer:
 
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
+
+
+def is_adaptable(weight: Weight) -> bool:
+    """Whether it is a linear layer's, which LoRA can put an adapter beside; transformers stacks experts into none."""
+    is_linear = len(weight.shape) == 2 and (weight.split in ("column", "row") or weight.name in FP8_WHOLE)
+    return is_linear and not weight.is_expert
 
 
 def padded_vocab(size: int, tp: int) -> int:
@@ -513,9 +515,7 @@ class _Engine:
         return total
 
     def sent_bytes(self) -> int:
-        """What one update sends to one GPU: its part in the trainer's precision, or LoRA's adapters."""
-        if self.config.has_lora:
-            return 0
+        """What one update sends to one GPU: its part in the trainer's precision, LoRA's adapters merged into it."""
         element = 4 if self.config.model.dtype == "float32" else 2
         return self.arch.num_parameters * element // self.tp
 
@@ -591,8 +591,7 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
     params = sum(stage.actor_bytes for stage in ranks)
     if config.world_size > 1:
         static["distributed"] = int(count * c.DISTRIBUTED_HOST.value)
-        if not config.has_lora:
-            static["update_heap"] = int(c.UPDATE_HEAP.value * params)
+        static["update_heap"] = int(c.UPDATE_HEAP.value * params)
     if parameters := trainer.host_optimizer(ranks):
         static |= trainer.on_host(parameters)
     static["object_store"] = rollout_bytes(config)

@@ -363,6 +363,11 @@ class LaunchConfig(BaseSettings):
         return self.algorithm.lora_rank > 0
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether updates send LoRA's adapters by themselves: only the embedded trainer does not merge them."""
+        return self.has_lora and self.trainer.backend == "embedded"
+
+    @property
     def num_samples(self) -> int:
         """Samples of one rollout: prompts × samples a prompt."""
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot, StepResult, TrainBatch
-from rllaunch.errors import EnvironmentProblem, RllaunchError, RunError
+from rllaunch.errors import EnvironmentProblem, RllaunchError
 from rllaunch.plan.handoff import Region, Schedule
 from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.schema import LaunchConfig
@@ -28,9 +28,12 @@ from rllaunch.run.loop import Loop, Planned, Progress, Watcher
 from rllaunch.run.record import RunDirectory
 from rllaunch.run.signals import install_handlers, interruptible, quiet_signals
 from rllaunch.run.steps import run_steps, timed
+from rllaunch.run.told import told
 
 # Time for an actor to end by itself before it is killed, and for a local Ray to go.
 GRACE_SECONDS = 3.0
+# Of a slot's GPU and CPU, for each actor on it.
+SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,12 @@ class ManagerActor:
     Built in `start`, not in the constructor: what fails there reaches the driver in its own words.
     """
 
-    def start(self, log: str, *arguments: Any) -> None:
+    def start(self, log: str, arguments: Sequence[Any], *built: None) -> None:
+        """
+        Args:
+            arguments: of `make_manager`.
+            built: of the engines' actors; Ray runs this once they are there.
+        """
         from rllaunch.run.rollout_manager import make_manager
 
         # What a reward function prints is for whoever wrote it.
@@ -234,6 +242,7 @@ def _start(
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    from rllaunch.run.engines import engines_in_actors
     from rllaunch.run.placement import bundle_of, place
     from rllaunch.run.train_group import TrainerRank, TrainGroup
 
@@ -245,11 +254,11 @@ def _start(
     slots = [Slot(index, index // per_node, "cuda" if on_gpu else "cpu", ledgers) for index in range(config.world_size)]
 
     def at(bundle: int, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        # Both sides of a slot share its GPU, so each asks for less than half of it.
+        # A trainer rank, the manager and an engine may meet on a slot: each asks for less than a third of it.
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-        share = {"num_gpus": 0.4} if on_gpu else {}
+        share = {"num_gpus": SHARE} if on_gpu else {}
         more = {"runtime_env": {"env_vars": {**_environment(inputs), **environment}}} if environment else {}
-        return {"scheduling_strategy": strategy, "num_cpus": 0.4, **share, **more}
+        return {"scheduling_strategy": strategy, "num_cpus": SHARE, **share, **more}
 
     say(f"starting {len(slots)} trainer rank{'s' if len(slots) > 1 else ''} and the rollout engines")
     manager = ray.remote(ManagerActor).options(**at(bundles[0])).remote()
@@ -257,13 +266,18 @@ def _start(
     environment = inputs.trainer.environment_of(config)
     ranks = [ray.remote(TrainerRank).options(**at(bundle, environment)).remote() for bundle in bundles]
     started += ranks
+    engine_environment = inputs.rollout.environment_of(config)
+    engines = engines_in_actors(inputs.rollout, config, slots, lambda slot: at(bundles[slot.index], engine_environment))
+    started += [part for engine in engines for part in engine.parts]
     task = (inputs.prompts, inputs.eval_prompts, config.task.reward)
-    log = str((record.path / "rollout.log").absolute())
+    directory = record.path.absolute()
     with told():
         gpus = tuple(ray.get([rank.gpu.remote() for rank in ranks])) if on_gpu else ()
         made = (inputs.schedule.options, inputs.vocabulary, inputs.max_prompt_tokens, len(slots), gpus)
         context = LaunchContext(config, *made)
-        waiting = [manager.start.remote(log, context, slots, inputs.rollout.target, *task)]
+        built = [answer for engine in engines for answer in engine.build(context, inputs.rollout, directory)]
+        arguments = (context, slots, inputs.rollout.target, *task, engines)
+        waiting = [manager.start.remote(str(directory / "rollout.log"), arguments, *built)]
         for rank, slot in zip(ranks, slots, strict=True):
             waiting.append(rank.build.remote(context, slot, inputs.trainer.target))
         ray.get(waiting)
@@ -352,36 +366,6 @@ def actors() -> Iterator[list[Any]]:
                         remove_placement_group(thing)
                     else:
                         ray.kill(thing)
-
-
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Errors of other processes in their own words: Ray wraps what an actor raised."""
-    from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
-
-    try:
-        yield
-    except RllaunchError as err:
-        # Ray raises a class made of ours and its own; only ours has the three parts.
-        cause = getattr(err, "cause", None)
-        raise (cause if isinstance(cause, RllaunchError) else err) from None
-    except RayTaskError as err:
-        cause = err.cause
-        if isinstance(cause, RllaunchError):
-            raise cause from None
-        trace = str(err).strip().splitlines()
-        raise RunError(
-            f"a worker failed: {type(cause).__name__}: {cause}",
-            [line.strip() for line in trace[-4:-1]],
-            "--resume goes on from the last checkpoint",
-        ) from err
-    except (ActorDiedError, RayActorError) as err:
-        lines = [line.strip() for line in str(err).strip().splitlines() if line.strip()]
-        raise RunError(
-            "a worker process died",
-            list(dict.fromkeys([*lines[:3], *lines[-2:]])),
-            "was it killed for memory? `dmesg` and Ray's session log know; --resume goes on from the last checkpoint",
-        ) from None
 
 
 def _python_path() -> str:

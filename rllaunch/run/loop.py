@@ -122,6 +122,7 @@ class Loop:
         self.record = record
         self.watcher = watcher
         self.progress = Progress()
+        self.measures = plan is not None
         self.plan = plan or Ledger(
             schedule,
             workers.region_bytes(),
@@ -245,6 +246,7 @@ class Loop:
             "gpu_bytes": memory.gpu_bytes,
             "host_bytes": memory.host_bytes,
             "own_gpu_bytes": memory.own_gpu_bytes,
+            "pinned_bytes": memory.pinned_bytes,
             "gpu_peak_bytes": memory.gpu_peak_bytes,
             "host_peak_bytes": memory.host_peak_bytes,
             "planned_bytes_moved": planned.bytes_moved,
@@ -255,7 +257,8 @@ class Loop:
         }
         for what in ("gpu_bytes", "host_bytes", "gpu_peak_bytes", "host_peak_bytes"):
             measured, expected = row[what], row[f"planned_{what}"]
-            if not expected:
+            # While the run starts not everything is there yet that a plan counts as always there.
+            if not expected or (rollout_id is None and self.measures):
                 continue
             ratio, tier, progress = measured / expected, what.partition("_")[0], self.progress
             if abs(ratio - 1) > abs(progress.worst_plan_ratio - 1):

@@ -18,6 +18,7 @@ import numpy as np
 from rllaunch.backends.base import (
     Bucket,
     GenerateRequest,
+    GenerateResult,
     LaunchContext,
     MemoryReading,
     RolloutEngine,
@@ -28,9 +29,10 @@ from rllaunch.backends.base import (
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, Region
 from rllaunch.run.data import Prompt, Reward, load_reward, score
+from rllaunch.run.engines import ActorEngine, answers, call
 
 if TYPE_CHECKING:
-    from rllaunch.backends.base import IntArray
+    from rllaunch.backends.base import FloatArray, IntArray
 
 # B samples, P prompt tokens, L response tokens, N prompts
 
@@ -46,6 +48,10 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class HasHealth(Protocol):
+    def check_health(self) -> bool: ...
+
+
 class HealthMonitor:
     """Checks the engines every so often, but never while they are released.
 
@@ -53,7 +59,7 @@ class HealthMonitor:
     memory went is not dead (radixark/miles#692).
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], interval_seconds: float) -> None:
+    def __init__(self, engines: Sequence[HasHealth], interval_seconds: float) -> None:
         self._engines = engines
         self._interval = interval_seconds
         self._paused = threading.Event()
@@ -117,10 +123,12 @@ class RolloutStats:
 
 
 class RolloutManager:
-    """Owns the engines of a launch; one call at a time.
+    """Owns the engines of a launch; one call at a time, which goes to all engines before the first is waited for.
+
+    The rows of a request are split over the engines by their number, so that every run splits them alike.
 
     Args:
-        engines: not yet started.
+        engines: not yet started. Those in actors work at the same time, those in this process in turn.
         prompts: training prompts; every rollout takes the next `rollout_batch_size` of a shuffled epoch.
         reward: `module:function`, imported in this process.
     """
@@ -128,7 +136,7 @@ class RolloutManager:
     def __init__(
         self,
         context: LaunchContext,
-        engines: Sequence[RolloutEngine],
+        engines: Sequence[RolloutEngine | ActorEngine],
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
@@ -146,10 +154,12 @@ class RolloutManager:
 
     def start(self) -> Mapping[Region, int]:
         """Load the engines; afterwards all their memory is resident. Bytes of one engine's regions."""
-        for engine in self.engines:
-            engine.start()
+        self._ask("start")
         self.health.start()
         return self.engines[0].region_bytes()
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        return answers([call(engine, name, *arguments) for engine in self.engines])
 
     # -- handoff -----------------------------------------------------------------------------------
 
@@ -173,15 +183,14 @@ class RolloutManager:
         if not going:
             return
         self.health.pause()
-        for engine in self.engines:
-            engine.release_memory_occupation(going)
+        self._ask("release_memory_occupation", going)
         self.released |= set(going)
 
     def onload(self, tags: Iterable[Region] = ENGINE_REGIONS) -> None:
         """Bring these regions back; what was never released is left alone."""
         coming = [r for r in reversed(self._releasable(tags)) if r in self.released]
-        for engine in self.engines if coming else []:
-            engine.resume_memory_occupation(coming)
+        if coming:
+            self._ask("resume_memory_occupation", coming)
         self.released -= set(coming)
         # One flag for the whole engine would call it awake after the first of two calls
         # (ai-dynamo/dynamo#13823): it serves only when nothing is released any more.
@@ -207,22 +216,16 @@ class RolloutManager:
             raise RunError(
                 "a weight update arrived while the engines' weights are offloaded", "", "onload_weights first"
             )
-        for engine in self.engines:
-            engine.begin_weight_update(version)
+        self._ask("begin_weight_update", version)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        for engine in self.engines:
-            engine.load_bucket(bucket)
+        self._ask("load_bucket", bucket)
 
     def end_weight_update(self, version: int) -> None:
-        for engine in self.engines:
-            engine.end_weight_update(version)
-
-    def versions(self) -> list[int | None]:
-        return [engine.version for engine in self.engines]
+        self._ask("end_weight_update", version)
 
     def checksums(self) -> list[str]:
-        return [engine.weights_checksum() for engine in self.engines]
+        return self._ask("weights_checksum")
 
     # -- sampling ----------------------------------------------------------------------------------
 
@@ -244,9 +247,7 @@ class RolloutManager:
         uniform_BL = rng.random((len(prompts) * group, config.rollout.rollout_max_response_len), dtype=np.float32)
         repeated = [p for p in prompts for _ in range(group)]
         ids_BP, lens_B = self._encode(repeated)
-        parts = []
-        for engine, rows in zip(self.engines, np.array_split(np.arange(len(repeated)), len(self.engines)), strict=True):
-            parts.append(engine.generate(GenerateRequest(ids_BP[rows], lens_B[rows], version, uniform_BL[rows])))
+        parts = self._answers_of(ids_BP, lens_B, version, uniform_BL)
         response_BL = np.concatenate([p.response_ids_BL for p in parts])
         logprob_BL = np.concatenate([p.logprob_BL for p in parts])
         mask_BL = np.concatenate([p.mask_BL for p in parts])
@@ -257,15 +258,21 @@ class RolloutManager:
         """Greedy answers to the held-out prompts, scored."""
         self._ready()
         ids_BP, lens_B = self._encode(self.eval_prompts)
-        chunks = np.array_split(np.arange(len(self.eval_prompts)), len(self.engines))
-        parts = [
-            engine.generate(GenerateRequest(ids_BP[rows], lens_B[rows], version))
-            for engine, rows in zip(self.engines, chunks, strict=True)
-            if len(rows)
-        ]
+        parts = self._answers_of(ids_BP, lens_B, version)
         response_BL = np.concatenate([p.response_ids_BL for p in parts])
         mask_BL = np.concatenate([p.mask_BL for p in parts])
         return self._score(self.eval_prompts, response_BL, mask_BL)[1]
+
+    def _answers_of(
+        self, ids_BP: IntArray, lens_B: IntArray, version: int, uniform_BL: FloatArray | None = None
+    ) -> list[GenerateResult]:
+        """Of each engine for its share of the rows, in their order; an engine without a share is not asked."""
+        calls = []
+        for engine, rows in zip(self.engines, np.array_split(np.arange(len(lens_B)), len(self.engines)), strict=True):
+            if len(rows):
+                uniform = None if uniform_BL is None else uniform_BL[rows]
+                calls.append(call(engine, "generate", GenerateRequest(ids_BP[rows], lens_B[rows], version, uniform)))
+        return answers(calls)
 
     def _ready(self) -> None:
         if self.released:
@@ -317,12 +324,11 @@ class RolloutManager:
 
     def memory(self) -> MemoryReading:
         """The fullest GPU and node of all engines; every one is read, so that each begins a new peak."""
-        return fullest([engine.memory() for engine in self.engines])
+        return fullest(self._ask("memory"))
 
     def shutdown(self) -> None:
         self.health.stop()
-        for engine in self.engines:
-            engine.shutdown()
+        self._ask("shutdown")
 
 
 def make_manager(
@@ -332,14 +338,21 @@ def make_manager(
     prompts: Sequence[Prompt],
     eval_prompts: Sequence[Prompt],
     reward: str,
+    in_actors: Sequence[ActorEngine] = (),
 ) -> RolloutManager:
-    """A manager with one engine for each `rollout_num_gpus_per_engine` slots, built where it runs (imports torch)."""
+    """A manager with one engine for each `rollout_num_gpus_per_engine` slots, built where it runs (imports torch).
+
+    Args:
+        in_actors: the engines where they are in actors, built.
+    """
     from rllaunch.backends.base import BackendSpec
     from rllaunch.backends.embedded.tokenizer import load_tokenizer
 
-    engine_class = BackendSpec(context.config.rollout.backend, target).load()
-    # An engine of several GPUs stands for their slots, from the first of them on.
-    engines = [engine_class(context, slot) for slot in slots[:: context.config.rollout.rollout_num_gpus_per_engine]]
+    engines: list[RolloutEngine | ActorEngine] = list(in_actors)
+    if not engines:
+        engine_class = BackendSpec(context.config.rollout.backend, target).load()
+        # An engine of several GPUs stands for their slots, from the first of them on.
+        engines = [engine_class(context, slot) for slot in slots[:: context.config.rollout.rollout_num_gpus_per_engine]]
     return RolloutManager(
         context, engines, load_tokenizer(context.config, context.vocabulary), prompts, eval_prompts, reward
     )

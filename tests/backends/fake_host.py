@@ -1,16 +1,20 @@
 """A stand-in for the process of an SGLang engine, as unforgiving as SGLang: misuse ends it.
 
 `sys.argv` and the pipe are those of the real one. It answers a prompt with its own tokens, backwards, then the end token.
+With a journal (`fake_engines`) it writes down what it is asked, and does what a file there tells it to.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rllaunch.backends.base import Bucket, TensorSlice
@@ -24,22 +28,64 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def note(name: str, **facts: Any) -> None:
+    """Write `<journal>/<part>.<name>.json` and obey `<part>.<name>.do`: `together N`, then `raise`, `die` or `hang`."""
+    if "FAKE_JOURNAL" not in os.environ:
+        return
+    stem = Path(os.environ["FAKE_JOURNAL"]) / f"{os.environ['FAKE_PART']}.{name}"
+    shown = {
+        k: os.environ[k] for k in ("CUDA_VISIBLE_DEVICES", "SGLANG_BLOCK_NONZERO_RANK_CHILDREN") if k in os.environ
+    }
+    half = stem.with_name(f"{stem.name}.half")
+    half.write_text(json.dumps({"pid": os.getpid(), "environment": shown, **facts}))
+    half.rename(stem.with_name(f"{stem.name}.json"))
+    order = stem.with_name(f"{stem.name}.do")
+    words = order.read_text().split() if order.exists() else []
+    if words[:1] == ["together"]:
+        deadline = time.monotonic() + 120
+        while len(list(stem.parent.glob(f"*.{name}.json"))) < int(words[1]):
+            if time.monotonic() > deadline:
+                raise RunError(f"{stem.name}: the others were not asked while this one was at it")
+            time.sleep(0.02)
+        words = words[2:]
+    match words:
+        case ["raise"]:
+            raise RunError(f"{stem.name} was told to fail", "where it was", "what to do")
+        case ["die"]:
+            die()
+        case ["hang"]:
+            time.sleep(600)
+
+
+def rank() -> subprocess.Popen[bytes]:
+    """What SGLang's ranks are: a process below this one that the kernel ends with it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); time.sleep(600)"]
+    )
+
+
 class FakeHost:
+    def follow(self, decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        note("start", arguments=dict(decided))
+        self.child = rank()
+        return [self.child.pid]
+
     def start(self, decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        note("start", arguments=dict(decided))
         if "no_such_option" in given:
             raise ConfigError("SGLang has no option 'no_such_option'")
         self.resident = set(TAGS)
         self.is_updating = False
         self.content: dict[str, int] = {}
         self.updates, self.is_garbled = 0, False
-        # What SGLang's ranks are: processes below this one.
-        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.child = rank()
         usage = {"weight": 0.5, "kvcache": 2.0, "graph": {"decode": 0.25, "target_verify": 0.0}}
         return usage, [self.child.pid]
 
     def release(self, tags: Sequence[str]) -> None:
         if not tags or not set(tags) <= self.resident:
             die()
+        note("release")
         self.resident -= set(tags)
 
     def resume(self, tags: Sequence[str]) -> None:
@@ -50,6 +96,7 @@ class FakeHost:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]) -> Any:
         if self.resident != TAGS or self.is_updating:
             die()
+        note("generate", rows=len(prompts))
         end = sampling[0]["stop_token_ids"][0]
         rows = [[*reversed(ids), end][: s["max_new_tokens"]] for ids, s in zip(prompts, sampling, strict=True)]
         return [(row, [-s["temperature"]] * len(row)) for row, s in zip(rows, sampling, strict=True)]
@@ -58,6 +105,7 @@ class FakeHost:
         self.is_updating = True
 
     def load_bucket(self, bucket: Bucket, tensors: Sequence[TensorSlice]) -> None:
+        note("load_bucket", handle=[str(h) for h in bucket.handle])
         if bucket.handle == "refused":
             host._require("a bucket", (False, "no room"))
         self.is_garbled = bucket.handle == "garbled"

@@ -47,6 +47,8 @@ class ServerArgs:
     tp_size: int = 1
     dp_size: int = 1
     ep_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
     enable_dp_attention: bool = False
     mem_fraction_static: float | None = None
     context_length: int | None = None

@@ -34,5 +34,8 @@ def use_cpu() -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
         torch.cuda.synchronize = lambda *a, **k: None  # type: ignore[assignment]
         torch.cuda.current_stream = lambda *a, **k: None  # type: ignore[assignment]
+        from megatron.core.tensor_parallel import random
+
+        random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *a, **k: None
         _active.append(_CudaIsCpu())
         _active[0].__enter__()

@@ -21,7 +21,7 @@ def train_rank(rank: int, world: int, ports: list[int], directory: str, launches
     from rllaunch.backends.megatron.trainer import MegatronTrainer
 
     use_cpu()
-    results = {}
+    results, updates = {}, {}
     for port, (name, sections) in zip(ports, launches.items(), strict=True):
         context = make_context(num_slots=world, **sections)
         trainer = MegatronTrainer(context, Slot(rank, 0, "cpu", f"{directory}/ledgers-{name}"))
@@ -34,13 +34,59 @@ def train_rank(rank: int, world: int, ports: list[int], directory: str, launches
             trainer.offload()
             sink = CollectedUpdate()
             sent = trainer.update_weights(rollout_id + 1, sink)
+            both_ways = gathered_and_spread(trainer)
             trainer.onload()
         checkpoint = Path(directory) / f"checkpoint-{name}"
         checkpoint.mkdir(exist_ok=True)
         trainer.save(str(checkpoint))
         results[name] = (figures, sink.tensors | critic_of(trainer), sent)
+        updates[name] = both_ways
         trainer.shutdown()
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    torch.save(updates, Path(directory) / f"updates-{rank}.pt")
+
+
+def gathered_and_spread(trainer: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What an update sends: gathered on rank 0, as through a file, and made on every rank, as through GPUs."""
+    placement = trainer.built.placement
+    made = []
+    for way in (placement.gather, placement.spread):
+        made.append({name: tensor.clone() for name, tensor in way(trainer._local("cpu"), "cpu")})
+    return made[0], made[1]
+
+
+def same_on_every_rank(directory: Path, world: int) -> set[str]:
+    """Launches in which every rank made the tensors that rank 0 gathered, bit for bit and in the same order."""
+    ranks = [torch.load(directory / f"updates-{rank}.pt") for rank in range(world)]
+    found = set()
+    for launch, (gathered, _) in ranks[0].items():
+        spread = [rank[launch][1] for rank in ranks]
+        if all(list(s) == list(gathered) and all(torch.equal(s[n], gathered[n]) for n in s) for s in spread):
+            found.add(launch)
+    return found
+
+
+def resume_rank(
+    rank: int, world: int, ports: list[int], directory: str, launches: dict[str, tuple[str, dict[str, Any]]]
+) -> None:
+    """Each launch one after the other: resumed from its checkpoint, saved again at once, and trained on."""
+    from megatron_cpu import use_cpu
+
+    from rllaunch.backends.megatron.trainer import MegatronTrainer
+
+    use_cpu()
+    results = {}
+    for port, (name, (source, sections)) in zip(ports, launches.items(), strict=True):
+        context = make_context(num_slots=world, **sections)
+        trainer = MegatronTrainer(context, Slot(rank, 0, "cpu", f"{directory}/ledgers-{name}"))
+        trainer.init(RankInfo(rank, world, "127.0.0.1", port))
+        trainer.load(f"{directory}/{source}")
+        again = Path(directory) / name
+        again.mkdir(exist_ok=True)
+        trainer.save(str(again))
+        results[name] = dict(trainer.train(make_batch(context, 1)).values)
+        trainer.shutdown()
+    torch.save(results, Path(directory) / f"resumed-{rank}.pt")
 
 
 def logprob_rank(rank: int, world: int, port: int, directory: str) -> None:

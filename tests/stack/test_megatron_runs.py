@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,26 +13,18 @@ from launching import Run, finish, start
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
-@pytest.fixture
-def cpu_guest(tmp_path: Path) -> dict[str, str]:
-    """Variables under which a plugin brings `--trainer-backend megatron-cpu`."""
-    info = tmp_path / "site" / "cpu_guest-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu_guest\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[rllaunch]\ncpu_guest = megatron_cpu_guest\n")
-    path = [str(Path(__file__).parent), str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
-@pytest.mark.parametrize(("order", "estimator"), [("cpu", "grpo"), ("gpu", "grpo"), ("cpu", "ppo")])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("--colocate-memory-peak-device", "gpu"), ("--lora-rank", "4"), ("--advantage-estimator", "ppo")],
+    ids=["cpu order", "gpu order", "lora", "ppo"],
+)
 def test_two_tensor_parallel_ranks_train_the_run_that_the_embedded_trainer_trains(
-    order: str, estimator: str, cpu_guest: dict[str, str], tmp_path: Path
+    more: tuple[str, ...], cpu_guest: dict[str, str], tmp_path: Path
 ) -> None:
     def run(name: str, *words: str) -> Run:
         path = tmp_path / name
-        common = ("--num-gpus-per-node", "2", "--num-rollout", "3", "--colocate-memory-peak-device", order)
-        common += ("--advantage-estimator", estimator)
-        return finish(start(path, *common, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
+        common = ("--num-gpus-per-node", "2", "--num-rollout", "3")
+        return finish(start(path, *common, *more, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
 
     ours = run("ours", "--trainer-backend", "megatron-cpu", "--tensor-model-parallel-size", "2")
     theirs = run("theirs")

@@ -16,12 +16,13 @@ pytest.importorskip("megatron.core")
 
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
-from stack_process import run_ranks, train_rank
+from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
 from stack_rig import DEEPSEEK, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
+from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.trainer import MegatronTrainer
 from rllaunch.backends.megatron.weights import unstack_experts
@@ -356,6 +357,43 @@ def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) 
         other.load(str(tmp_path))
 
 
+def test_a_state_is_written_in_several_files(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_STAGED_BYTES", 4096)
+    trainer = started(MegatronTrainer, launch(architecture=QWEN3))
+    trainer.train(make_batch(trainer.context))
+    trainer.save(str(tmp_path))
+    kept = {n: t.clone() for n, t in everything(trainer).items()}
+    sizes = [path.stat().st_size for path in (tmp_path / "state").glob("*.distcp")]
+    assert len(sizes) > 5
+    again = started(MegatronTrainer, launch(architecture=QWEN3))
+    again.load(str(tmp_path))
+    assert all(torch.equal(t, was) for t, was in zip(everything(again).values(), kept.values(), strict=True))
+
+
+def test_an_optimizer_on_the_host_is_in_the_checkpoint_and_fits_one_on_the_device(started: Any, tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"architecture": QWEN3, "model": {"architecture": QWEN3, "dtype": "bfloat16"}}
+    trainer = started(MegatronTrainer, launch(**facts, trainer={"precision": "bf16", "optimizer_cpu_offload": True}))
+    # Its step moves gradients off a GPU, and there is none here: values stand for what it would leave.
+    torch.manual_seed(5)
+    for piece in trainer._pieces(with_copies=False):
+        piece.tensor.copy_(torch.randn_like(piece.tensor))
+    want = {(p.key, p.offset): p.tensor.clone() for p in trainer._pieces(with_copies=False)}
+    assert {key.partition(": ")[2] for key, _ in want} == {"weight", "main", "exp_avg", "exp_avg_sq"}
+    trainer.save(str(tmp_path))
+    for more in ({"optimizer_cpu_offload": True}, {}):
+        other = started(MegatronTrainer, launch(**facts, trainer={"precision": "bf16", **more}))
+        other.load(str(tmp_path))
+        got = {(p.key, p.offset): p.tensor for p in other._pieces(with_copies=False)}
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[at], tensor) for at, tensor in want.items()), more
+
+
+def test_a_checkpoint_of_another_backend_is_refused(started: Any, tmp_path: Path) -> None:
+    started(EmbeddedTrainer, launch(architecture=QWEN3)).save(str(tmp_path))
+    with pytest.raises(RunError, match="no state of the megatron trainer"):
+        started(MegatronTrainer, launch(architecture=QWEN3)).load(str(tmp_path))
+
+
 # -- several ranks ---------------------------------------------------------------------------------
 
 TWO_GROUPS = {**QWEN3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -395,6 +433,7 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
         for name, (architecture, trainer) in LAYOUTS.items()
     }
     run_ranks(2, train_rank, [free_port() for _ in launches], str(tmp_path), launches)
+    assert same_on_every_rank(tmp_path, 2) == set(LAYOUTS)
     ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
     alone: dict[str, Any] = {}
     for name, (architecture, _) in LAYOUTS.items():
@@ -413,6 +452,78 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
         assert sent.keys() == want_sent.keys()
         for tensor_name, tensor in want_sent.items():
             torch.testing.assert_close(sent[tensor_name], tensor, rtol=2e-3, atol=2e-4, msg=f"{name}: {tensor_name}")
+
+
+TIED = {**TWO_GROUPS, "tie_word_embeddings": True}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+BY_ONE_RANK = {
+    "dense": {"architecture": TIED},
+    "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
+    "latents": {"architecture": DEEPSEEK},
+    "adapters": {"preset": "lora", "architecture": TIED, "trainer": {"backend": "megatron"}},
+    "critic": {"preset": "ppo", "architecture": TIED, "trainer": {"precision": "bf16"}, "model": {"architecture": TIED, "dtype": "bfloat16"}},
+}  # fmt: skip
+RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    1: {"alone, whole optimizer": ("experts", {}, {"use_distributed_optimizer": False})},
+    2: {
+        "data": ("dense", {}, {}),
+        "data, whole optimizer": ("dense", {}, {"use_distributed_optimizer": False}),
+        "tensor": ("dense", {"tensor_model_parallel_size": 2}, {}),
+        "pipeline": ("dense", {"pipeline_model_parallel_size": 2}, {}),
+        "experts by 2": ("experts", {"expert_model_parallel_size": 2}, {}),
+        "experts, whole optimizer": (
+            "experts",
+            {"expert_model_parallel_size": 2},
+            {"use_distributed_optimizer": False},
+        ),
+        "experts' tensors": ("experts", SP, {}),
+        "latents, sequence": ("latents", SP, {}),
+        "adapters, tensor": ("adapters", {"tensor_model_parallel_size": 2}, {}),
+        "adapters, pipeline": ("adapters", {"pipeline_model_parallel_size": 2}, {}),
+        "critic, tensor": ("critic", SP, {}),
+        "critic, pipeline": ("critic", {"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
+        "critic, data": ("critic", {}, {}),
+        "adapters, data": ("adapters", {}, {"use_distributed_optimizer": False}),
+    },
+    4: {
+        "tensor and data": ("dense", {"tensor_model_parallel_size": 2}, {}),
+        "all at once": ("experts", SP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
+    },
+}
+
+
+def sections_of(source: str, trainer: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
+    sections = dict(BY_ONE_RANK[source])
+    sections["trainer"] = {**STEADY, **sections.get("trainer", {}), **trainer}
+    return sections | {"megatron": {**DISPATCHER, **megatron}}
+
+
+def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: Any, tmp_path: Path) -> None:
+    """One rank's checkpoint → each layout → saved there → one rank again, which has every bit it once saved."""
+    want: dict[str, tuple[dict[str, float], dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+    for source in BY_ONE_RANK:
+        trainer = started(MegatronTrainer, make_context(**sections_of(source, {}, {})))
+        trainer.train(make_batch(trainer.context, 0))
+        (tmp_path / source).mkdir()
+        trainer.save(str(tmp_path / source))
+        saved = {n: t.clone() for n, t in everything(trainer).items()}
+        want[source] = dict(trainer.train(make_batch(trainer.context, 1)).values), sent_by(trainer), saved
+    for world, layouts in RESUMED.items():
+        launches = {name: (source, sections_of(source, *more)) for name, (source, *more) in layouts.items()}
+        run_ranks(world, resume_rank, [free_port() for _ in launches], str(tmp_path), launches)
+        ranks = [torch.load(tmp_path / f"resumed-{rank}.pt") for rank in range(world)]
+        for name, (source, *_) in layouts.items():
+            figures, sent, saved = want[source]
+            assert all(rank[name] == ranks[0][name] for rank in ranks), name
+            for figure, value in figures.items():
+                tolerance = 2e-2 if source in ("experts", "critic") else 2e-3  # in bf16 and in float32
+                assert ranks[0][name][figure] == pytest.approx(value, rel=tolerance, abs=tolerance), f"{name}: {figure}"
+            trainer = started(MegatronTrainer, make_context(**sections_of(source, {}, {})))
+            trainer.load(str(tmp_path / name))
+            for (tensor_name, tensor), was in zip(everything(trainer).items(), saved.values(), strict=True):
+                assert torch.equal(tensor, was), f"{name}: {tensor_name}"
+            assert dict(trainer.train(make_batch(trainer.context, 1)).values) == figures, name
+            assert all(torch.equal(t, sent[n]) for n, t in sent_by(trainer).items()), name
 
 
 # A critic's own rate, clip and discount, and one norm that clips both models.
@@ -452,7 +563,6 @@ def test_two_ranks_in_any_layout_train_a_critic_as_the_embedded_trainer_does(sta
     ("sections", "says"),
     [
         ({"trainer": {"context_parallel_size": 2}}, "does not split sequences"),
-        ({"algorithm": {"lora_rank": 2}}, "no LoRA adapters"),
         ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP = 2"),
     ],
 )

@@ -1,6 +1,6 @@
 """The real SGLang on the CPU: its log-probs are transformers', its weights after an update the trainer's, bit for bit.
 
-make test-stack-sglang        (installs SGLang into a virtual environment of its own: 2.7 GB)
+make test-stack ARGS="-k sglang"
 """
 
 from __future__ import annotations

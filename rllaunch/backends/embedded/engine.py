@@ -45,7 +45,7 @@ class EmbeddedEngine:
         self.response_len = rollout.rollout_max_response_len
         self.total_len = context.max_prompt_tokens + self.response_len
         dtype = engine_dtype(context)
-        meta = build_model(context, dtype=dtype, device="meta")
+        meta = build_model(context, dtype=dtype, device="meta", with_lora=context.config.sends_adapters)
         self._layouts: dict[Region, Layout] = {
             "weights": lay_out([("engine", meta.named_parameters())]),
             "kv_cache": cache_layout(layer_shapes(meta), self.max_rows, self.total_len, dtype),
@@ -67,7 +67,8 @@ class EmbeddedEngine:
     def start(self) -> None:
         for buffer in self._buffers.values():
             buffer.allocate()
-        self.model = build_model(self.context, dtype=engine_dtype(self.context))
+        dtype, with_lora = engine_dtype(self.context), self.context.config.sends_adapters
+        self.model = build_model(self.context, dtype=dtype, with_lora=with_lora)
         move_parameters(dict(self.model.named_parameters()), self._layouts["weights"], self._buffers["weights"])
         self.model.requires_grad_(False)
         self.model.to(self.slot.device)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext, RankInfo
 from rllaunch.backends.embedded.model import model_config
-from rllaunch.backends.megatron.critic import put_value_head
+from rllaunch.backends.megatron.critic import critic_entries, put_value_head
+from rllaunch.backends.megatron.lora import Adapters, freeze_and_adapt
 from rllaunch.backends.megatron.model import build_model
 from rllaunch.backends.megatron.options import MegatronConfigs, megatron_configs
 from rllaunch.backends.megatron.placement import Placement
@@ -50,7 +51,9 @@ class Built:
     ddp: Any
     optimizer: Any
     placement: Placement
+    adapters: Adapters | None
     critic: Any = None
+    critic_placement: Placement | None = None
 
     @property
     def models(self) -> list[Any]:
@@ -126,13 +129,18 @@ def build(context: LaunchContext, device: str) -> Built:
     configs.transformer.finalize_model_grads_func = _sum_gradients
     tensor_of = starting_weights(context, shape)
     model, placement = _model(configs, shape, tensor_of, device)
+    adapters = critic_placement = None
+    if config.has_lora:
+        adapters, placement = freeze_and_adapt(context, model, placement)
+        _lay_together([p for p in model.parameters() if not p.requires_grad])  # Megatron-core does with those it trains
     ddp, critic = DistributedDataParallel(configs.transformer, configs.ddp, model), None
     peak_lr = {ddp: config.trainer.lr}
     if config.has_critic:
-        model, _ = _model(configs, shape, tensor_of, device, is_critic=True)
+        model, critic_placement = _model(configs, shape, tensor_of, device, is_critic=True)
         critic = DistributedDataParallel(configs.transformer, configs.ddp, model)
         peak_lr[critic] = config.algorithm.critic_lr or config.trainer.lr
-    return Built(shape, configs, ddp, _optimizer(configs, peak_lr, on_cpu=on_cpu), placement, critic)
+    optimizer = _optimizer(configs, peak_lr, on_cpu=on_cpu)
+    return Built(shape, configs, ddp, optimizer, placement, adapters, critic, critic_placement)
 
 
 def _model(
@@ -153,6 +161,7 @@ def _model(
     placement.fill(tensor_of)
     if is_critic:
         put_value_head(model, device)
+        placement = Placement(model, shape, critic_entries(shape))
     return model, placement
 
 
@@ -225,12 +234,17 @@ def _padded_numel(tensor: Tensor) -> int:
 
 def _make_moments(optimizer: Any) -> None:
     for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(wrapper.optimizer, torch.optim.AdamW):
-            for group in wrapper.optimizer.param_groups:
+        hybrid = wrapper.optimizer if hasattr(wrapper.optimizer, "sub_optimizers") else None  # some of it on the host
+        parts = hybrid.sub_optimizers if hybrid else [wrapper.optimizer]
+        adams = [part for part in parts if isinstance(part, torch.optim.AdamW)]
+        for adam in adams:
+            for group in adam.param_groups:
                 for parameter in group["params"]:
                     moments = {n: torch.zeros_like(parameter.data) for n in ("exp_avg", "exp_avg_sq")}
-                    wrapper.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-        elif wrapper.init_state_fn is not None:
+                    adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        if hybrid:
+            hybrid._sync_sub_optimizers_state_to_hdo()
+        elif not adams and wrapper.init_state_fn is not None:
             wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
 
 

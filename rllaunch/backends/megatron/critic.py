@@ -18,6 +18,8 @@ from rllaunch.algo.advantages import outcome_advantages
 from rllaunch.algo.losses import aggregate, value_loss
 from rllaunch.backends.megatron.batch import Judgement, MicroBatch, Work
 from rllaunch.backends.megatron.passes import Figures, of_every_sample, run_passes
+from rllaunch.backends.megatron.shape import ModelShape
+from rllaunch.backends.megatron.weights import Entry, entries
 from rllaunch.resolve.schema import LaunchConfig
 
 
@@ -48,6 +50,11 @@ def put_value_head(model: Any, device: torch.device | str) -> None:
     """Give the last stage of a model built with an output layer of its own a value head instead."""
     if model.post_process:
         model.output_layer = ValueHead(model.config, device)
+
+
+def critic_entries(shape: ModelShape) -> list[Entry]:
+    """Where the parameters of a critic are; its head has no place in a checkpoint of transformers."""
+    return [*entries(replace(shape, is_tied=False))[:-1], Entry(("output_layer.weight",), ("value_head.weight",))]
 
 
 class Critic:

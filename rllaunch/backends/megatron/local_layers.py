@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
@@ -51,6 +52,17 @@ class TorchNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Latent attention with the norms of its spec.
+
+    Without a query latent Megatron-core 0.19.2 refuses the norms that its own spec asks for, and without them, too.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
 def use_torch(block_spec: Any) -> None:
     """Put both into every layer of a block of local layers, and whole projections to the latents.
 
@@ -64,6 +76,8 @@ def use_torch(block_spec: Any) -> None:
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
                 setattr(attention, name, Linear)
+        if layer.submodules.self_attention.module is MLASelfAttention:
+            layer.submodules.self_attention.module = LatentAttention
         for part in (layer.submodules, attention):
             for field in fields(part):
                 # With Apex installed some would be its `FusedLayerNorm`, which knows no RMSNorm.

@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
@@ -83,9 +84,12 @@ def _mend_imports() -> None:
 
     Megatron-core 0.16.1 takes its own `extensions.transformer_engine`, which can always be imported, for a sign that
     Transformer Engine is there: `moe_utils` then lacks a name it asks for, and `multi_latent_attention` asks whether a
-    module is an instance of a mock.
+    module is an instance of a mock. 0.19.2 knows better, and then has no name either for the linear layer
+    that needs none of it.
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not isinstance(getattr(multi_latent_attention, "TELinear", ()), type | tuple):
         multi_latent_attention.TELinear = ()
+    if multi_latent_attention.Linear is None:
+        multi_latent_attention.Linear = Linear

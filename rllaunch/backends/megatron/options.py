@@ -48,7 +48,9 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     """
     _check_served(config, shape)
     given, notes = _given(config.megatron.model_extra or {})
-    impl = given.get("transformer_impl", "transformer_engine" if has_transformer_engine() else "local")
+    # Adapters read the inputs of linear layers, which those of Transformer Engine hide behind a fused norm.
+    uses_te_unless_told = has_transformer_engine() and not config.has_lora
+    impl = given.get("transformer_impl", "transformer_engine" if uses_te_unless_told else "local")
     if impl not in ("local", "transformer_engine") or (impl == "transformer_engine" and not has_transformer_engine()):
         raise ConfigError(
             f"transformer_impl = {impl!r} cannot be built here: "
@@ -57,6 +59,12 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             "install transformer-engine, or set it to 'local'",
         )
     uses_te = impl == "transformer_engine"
+    if config.has_lora and (uses_te or config.trainer.precision == "fp8"):
+        raise ConfigError(
+            "LoRA adapters are built beside Megatron-core's local layers only, not those of Transformer Engine",
+            "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
+            "leave transformer_impl out and use --train-precision bf16, or --lora-rank 0",
+        )
     is_fp32 = config.trainer.precision == "fp32"
     types = {"bf16": not is_fp32, "params_dtype": torch.float32 if is_fp32 else torch.bfloat16}
     transformer_class = MLATransformerConfig if shape.latent else TransformerConfig
@@ -143,12 +151,6 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
             "the megatron trainer does not split sequences",
             f"trainer.context_parallel_size = {trainer.context_parallel_size}",
             "use 1",
-        )
-    if config.has_lora:
-        raise ConfigError(
-            "the megatron trainer has no LoRA adapters",
-            f"algorithm.lora_rank = {config.algorithm.lora_rank}",
-            "use --lora-rank 0",
         )
 
 

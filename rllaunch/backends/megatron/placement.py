@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Held:
     name: str
     shape: tuple[int, ...]
     shard: int
+    num_shards: int
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ class Placement:
 
     Args:
         model: this rank's stage, without a wrapper around it.
+        of: the entries of its parameters, where they are not those of the shape.
     """
 
-    def __init__(self, model: Any, shape: ModelShape) -> None:
+    def __init__(self, model: Any, shape: ModelShape, of: Sequence[Entry] | None = None) -> None:
         self.shape = shape
-        self.entries = entries(shape)
+        self.entries = list(of) if of is not None else entries(shape)
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.held: dict[int, Held] = {}
         layers = {layer.layer_number - 1: i for i, layer in enumerate(model.decoder.layers)}
@@ -67,8 +69,8 @@ class Placement:
             name = next((n for n in names if n in self._tensors), None)
             if name is not None:
                 local = self._tensors[name]
-                is_split = _is_split(entry, local, model.config)
-                self.held[index] = Held(name, tuple(local.shape), _group_rank(entry) if is_split else 0)
+                place = _place(entry) if _is_split(entry, local, model.config) else (0, 1)
+                self.held[index] = Held(name, tuple(local.shape), *place)
             elif entry.layer is not None:
                 raise RunError(f"the model built by Megatron-core has no parameter {' or '.join(names)}")
         self._check_complete(model)
@@ -80,19 +82,20 @@ class Placement:
         if extra := sorted(n for n, _ in model.named_parameters() if n not in known):
             raise RunError(f"the model built by Megatron-core has parameters that no checkpoint names: {extra[:3]}")
 
-    def fill(self, tensor_of: TensorOf) -> None:
-        """Give every parameter of this rank the checkpoint's values.
+    def fill(self, tensor_of: TensorOf, *, adapters: bool = False) -> None:
+        """Give every parameter of this rank the checkpoint's values, or every adapter its own.
 
         Args:
-            tensor_of: the checkpoint's tensor of a name, on the host.
+            tensor_of: the tensor of a name, on the host.
         """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         with torch.no_grad():
             for index, held in self.held.items():
                 entry, target = self.entries[index], self._tensors[held.name]
+                if entry.is_adapter != adapters:
+                    continue
                 whole = to_megatron(entry, [tensor_of(s) for s in entry.sources], self.shape, tp)
-                size = whole.numel() // max(1, target.numel())
-                part = shard(entry, whole, held.shard, size)
+                part = shard(entry, whole, held.shard, held.num_shards)
                 if part.shape != target.shape:
                     raise RunError(
                         f"{' and '.join(entry.sources)} of the checkpoint fit {list(part.shape)}, "
@@ -112,7 +115,7 @@ class Placement:
         """
         rank = dist.get_rank()
         for index, (entry, source) in enumerate(zip(self.entries, self._all_sources(), strict=True)):
-            if entry.is_copy:
+            if not entry.is_sent:
                 continue
             shards = []
             for sender in source.ranks:
@@ -140,7 +143,7 @@ class Placement:
         """
         rank, everyone = dist.get_rank(), frozenset(range(dist.get_world_size()))
         for index, (entry, source) in enumerate(zip(self.entries, self._all_sources(), strict=True)):
-            if entry.is_copy:
+            if not entry.is_sent:
                 continue
             shards = []
             for sender, holders in zip(source.ranks, source.holders, strict=True):
@@ -193,10 +196,11 @@ def _local_experts(shape: ModelShape) -> dict[int, int]:
     return {rank * share + i: i for i in range(share)}
 
 
-def _group_rank(entry: Entry) -> int:
+def _place(entry: Entry) -> tuple[int, int]:
+    """This rank's number among those that share a parameter, and how many they are."""
     if entry.expert is not None:
-        return int(parallel_state.get_expert_tensor_parallel_rank())
-    return int(parallel_state.get_tensor_model_parallel_rank())
+        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
 def _is_split(entry: Entry, local: Tensor, config: Any) -> bool:

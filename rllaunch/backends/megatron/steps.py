@@ -18,6 +18,7 @@ from rllaunch.backends.embedded.trainer import lr_at
 from rllaunch.backends.megatron.batch import MicroBatch, Work, step_orders
 from rllaunch.backends.megatron.build import Built
 from rllaunch.backends.megatron.critic import Critic
+from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.losses import CHUNK_TOKENS, vocab_parallel_logprobs
 from rllaunch.backends.megatron.passes import Figures, of_every_sample, run_passes
 from rllaunch.backends.megatron.regions import Reference
@@ -33,7 +34,9 @@ class Steps:
         reference: of the KL term, where the loss has one.
     """
 
-    def __init__(self, context: LaunchContext, built: Built, device: str, reference: Reference | None) -> None:
+    def __init__(
+        self, context: LaunchContext, built: Built, device: str, reference: Reference | Adapters | None
+    ) -> None:
         self.config, self.built, self.device, self.reference = context.config, built, device, reference
         self.critic = Critic(built.critic, context.config) if built.critic is not None else None
         self.num_steps = 0
@@ -126,7 +129,7 @@ class Steps:
         figures[_WORST] = ((logp_bL - old_logp_bL).abs() * mask_bL).max()
         return total, {name: value.detach() for name, value in figures.items()}
 
-    def _reference_logprobs(self, work: Work, reference: Reference) -> Tensor:
+    def _reference_logprobs(self, work: Work, reference: Reference | Adapters) -> Tensor:
         """[B, L] log-probs of the frozen model, on the last stage."""
         with reference.in_place():
             return of_every_sample(

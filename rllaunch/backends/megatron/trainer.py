@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
 from rllaunch.backends.megatron.ipc import IpcSender
+from rllaunch.backends.megatron.lora import Adapters
+from rllaunch.backends.megatron.pieces import Piece, pieces
 from rllaunch.backends.megatron.regions import (
     Reference,
     StorageRegion,
@@ -98,11 +101,16 @@ class MegatronTrainer:
             self._saved = self._saved_state()
         else:
             self._copies = self._host_copies()
+        reference: Reference | Adapters | None = None
         if self.context.config.algorithm.kl_loss_coef > 0:
-            params = self._regions["params"]
-            size = params.end_of(parameter_tensors(self.built.ddp))
-            self._reference = Reference(self._host_pool, params, size, is_pinned=self.slot.device != "cpu")
-        self.steps = Steps(self.context, self.built, self.slot.device, self._reference)
+            reference = self.built.adapters or self._host_reference()
+        self.steps = Steps(self.context, self.built, self.slot.device, reference)
+
+    def _host_reference(self) -> Reference:
+        params = self._regions["params"]
+        size = params.end_of(parameter_tensors(self.built.ddp))
+        self._reference = Reference(self._host_pool, params, size, is_pinned=self.slot.device != "cpu")
+        return self._reference
 
     def _find_regions(self) -> None:
         built = self.built
@@ -198,7 +206,8 @@ class MegatronTrainer:
     def memory(self) -> MemoryReading:
         if self._gpu is not None:
             holder = self._saved or self._copies
-            return self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
+            reading = self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
+            return reading if self._saved is not None else replace(reading, pinned_bytes=self._host_pool.used())
         return read_memory(self._device_pool, self._host_pool, self._copies)
 
     def shutdown(self) -> None:
@@ -245,7 +254,7 @@ class MegatronTrainer:
     def update_weights(self, version: int, sink: WeightSink) -> int:
         if self._uses_ipc:
             return self._update_over_ipc(version, sink)
-        named = self.built.placement.gather(self._local(), self._gather_device())
+        named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
         if dist.get_rank() != 0:
             for _ in named:
                 raise AssertionError("only rank 0 gathers")
@@ -265,15 +274,23 @@ class MegatronTrainer:
             sink.begin_weight_update(version)
         # The engines' weights are back only now: no rank may fill its GPU before.
         dist.barrier()
-        named = self.built.placement.spread(self._local(), self.slot.device)
+        named = self.built.placement.spread(self._local(self.slot.device), self.slot.device)
         wanted = as_engine_wants(named, self.context, self.built.shape)
         sent = IpcSender(self.slot.device, self._bucket_bytes).send(wanted, sink if is_first else None)
         if is_first:
             sink.end_weight_update(version)
         return sent if is_first else 0
 
-    def _local(self) -> Callable[[str], Tensor]:
-        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded."""
+    def _local(self, device: str) -> Callable[[str], Tensor]:
+        """This rank's tensor of a name: the parameter, or its host copy where it is offloaded.
+
+        Args:
+            device: where adapters are merged, if there are any.
+        """
+        adapters = self.built.adapters
+        return adapters.merged(self._plain(), device) if adapters else self._plain()
+
+    def _plain(self) -> Callable[[str], Tensor]:
         if self._regions["params"].is_resident:
             return self._resident.__getitem__
         if (saved := self._saved) is not None:
@@ -298,40 +315,31 @@ class MegatronTrainer:
     def save(self, directory: str) -> None:
         for region in BACKED_UP:
             self._require(region, "save")
-        checkpoint.save_state(Path(directory), self._state(), self._layout(), self.steps.num_steps)
-        named = self.built.placement.gather(self._local(), self._gather_device())
+        state = self._pieces(with_copies=False)
+        checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
+        named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
         checkpoint.export(named, self.context, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
         for region in BACKED_UP:
             self._require(region, "load")
-        num_steps = checkpoint.load_state(Path(directory), self._state(), self._layout())
-        self.steps.num_steps = num_steps
-        set_num_steps(self.built.optimizer, num_steps)
+        state = self._pieces(with_copies=True)
+        self.steps.num_steps = checkpoint.load_state(Path(directory), state, self._facts_of_state())
+        set_num_steps(self.built.optimizer, self.steps.num_steps)
 
-    def _state(self) -> dict[str, Tensor]:
-        """Everything that training changes, as it lies in memory, and the biases of routers."""
-        pieces = {
-            f"{region}/{offset}": piece for region in BACKED_UP for offset, piece in self._regions[region].pieces()
-        }
-        buffers = {
-            f"{'critic-' if model is self.built.critic else ''}buffers/{n}": b
-            for model in self.built.models
-            for n, b in model.module.named_buffers()
-            if n.endswith("expert_bias")
-        }
-        return pieces | buffers
+    def _pieces(self, *, with_copies: bool) -> Iterator[Piece]:
+        built = self.built
+        yield from pieces("policy", built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
+        if (placement := built.critic_placement) is not None:
+            yield from pieces("critic", placement, built.critic.module, built.optimizer, with_copies=with_copies)
 
-    def _layout(self) -> dict[str, str]:
-        trainer = self.context.config.trainer
-        expert_tp = trainer.expert_tensor_parallel_size or trainer.tensor_model_parallel_size
+    def _facts_of_state(self) -> dict[str, str]:
+        config = self.context.config
+        lora = config.algorithm
+        on = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, on {', '.join(lora.lora_target_modules)}"
         return {
             "model": repr(self.built.shape),
-            "ranks": str(dist.get_world_size()),
-            "tensor_model_parallel_size": str(trainer.tensor_model_parallel_size),
-            "pipeline_model_parallel_size": str(trainer.pipeline_model_parallel_size),
-            "expert_model_parallel_size": str(trainer.expert_model_parallel_size),
-            "expert_tensor_parallel_size": str(expert_tp),
-            "precision": trainer.precision,
-            "critic": str(self.context.config.has_critic),
+            "precision": config.trainer.precision,
+            "adapters": on if config.has_lora else "none",
+            "critic": str(config.has_critic),
         }

@@ -33,6 +33,7 @@ class Entry:
         split: the dimension ranks share, where they do.
         layer, expert: 0-based, of the whole model; None outside of them.
         is_copy: of another entry's values: it is filled, but never read.
+        is_adapter: half of a LoRA adapter: checkpoints of the state have it, engines get it merged.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,11 @@ class Entry:
     layer: int | None = None
     expert: int | None = None
     is_copy: bool = False
+    is_adapter: bool = False
+
+    @property
+    def is_sent(self) -> bool:
+        return not (self.is_copy or self.is_adapter)
 
 
 def entries(shape: ModelShape) -> list[Entry]:

@@ -4,29 +4,21 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
-from rllaunch.backends.embedded.host_copies import lies_in_arena
-from rllaunch.backends.embedded.pool import Pool, open_pools
-from rllaunch.backends.embedded.sizes import read_memory
-from rllaunch.backends.node_memory import GpuMemory
-from rllaunch.backends.sglang import guest
-from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, write_checkpoint
-from rllaunch.backends.sglang.options import decided, find_ports, given, preferred
-from rllaunch.backends.sglang.process import EngineProcess
+from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, Slot
+from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of
+from rllaunch.backends.sglang.options import meeting_point
+from rllaunch.backends.sglang.part import NodePart
 from rllaunch.backends.sglang.state import EngineState
 from rllaunch.backends.sglang.update import Names
-from rllaunch.errors import ConfigError, RunError
+from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
 
 if TYPE_CHECKING:
@@ -35,45 +27,22 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-class SglangEngine:
-    """One SGLang engine of a slot. See `rllaunch.backends.base.RolloutEngine` for the promises.
+class SglangEngine(NodePart):
+    """One SGLang engine, seen from its first node. See `rllaunch.backends.base.SpanningEngine` for the promises.
 
     Its samples are drawn by SGLang, from a seed of the row: it takes no ready-made random numbers. With
     `sglang.enable_deterministic_inference` the seeds decide the samples, without it SGLang does not look at them.
 
     On `cpu` SGLang has nothing that releases memory: the regions stay booked, and a release only guards the order of
     calls.
-
-    Raises:
-        ConfigError: the launch asks for what this engine does not do.
     """
 
-    host_module = "rllaunch.backends.sglang.host"
-
     def __init__(self, context: LaunchContext, slot: Slot) -> None:
-        config = context.config
-        if config.has_lora:
-            raise ConfigError(
-                "the sglang engine takes whole weights, not LoRA adapters",
-                f"algorithm.lora_rank = {config.algorithm.lora_rank}",
-                "--lora-rank 0, or --rollout-backend embedded",
-            )
-        if slot.node != 0:
-            raise ConfigError(
-                f"engine {slot.index} is on node {slot.node}: sglang engines run on the rollout manager's node only",
-                f"cluster.num_nodes = {config.cluster.num_nodes}",
-                "--num-nodes 1",
-            )
-        self.context = context
-        self.slot = slot
-        self.response_len = config.rollout.rollout_max_response_len
-        self._owner = f"engine-{slot.index}"
-        self.state = EngineState(self._owner, keeps_weights=context.options.has_mirror)
+        super().__init__(context, slot)
+        self.response_len = context.config.rollout.rollout_max_response_len
+        self.state = EngineState(self.name, keeps_weights=context.options.has_mirror)
         self._lock = threading.RLock()  # one call at a time: a health check comes from another thread
-        self._process: EngineProcess | None = None
-        self._directory: Path | None = None
-        self._gpus: GpuMemory | None = None
-        self._pools: tuple[Pool, Pool] | None = None
+        self._meeting_point = ""
         self._sizes: dict[Region, int] = {}
         self._loaded: Sequence[Mapping[str, str]] | None = None
 
@@ -87,23 +56,27 @@ class SglangEngine:
 
     # -- life ----------------------------------------------------------------------------------------
 
+    def meeting_point(self, host: str) -> str:
+        self._meeting_point = meeting_point(host, self._find_ports())
+        return self._meeting_point
+
     def start(self) -> None:
-        context, slot = self.context, self.slot
+        context = self.context
         with self._lock, self.state.starting():
-            path = context.config.model.hf_checkpoint or self._write_checkpoint()
+            path = self._model_path()
             tensors = checkpoint_tensors(path)
-            self._names = Names(self._owner, tensors)
+            self._names = Names(self.name, tensors)
             self._must_be_whole = not context.config.model.hf_checkpoint
             self._pad_id, self._eos_ids = ids_of(context)
-            self._process = EngineProcess(self._owner, self._environment(), self.host_module)
-            ports = find_ports(slot.index, context.num_slots)
-            usage, ranks = self._process.call(
-                "start", decided(context, slot, path, ports), preferred(context, slot), given(context)
-            )
+            usage, ranks = self._start_process("start", path, self._meeting_point)
+            assert self._process is not None, "just started"
             self._process.watch(ranks)
             self._sizes = self._sizes_of(usage, sum((tensors or {}).values()))
             self._loaded = self._call("checksums") if self._is_comparable else None
             self._open_books()
+            if self._pools is not None:
+                for region, nbytes in self._sizes.items():
+                    self._pools[0].charge(self.name, region, nbytes)
         self._drop_weight_files()
 
     @property
@@ -111,41 +84,6 @@ class SglangEngine:
         """Whether the trainer's first update is to give exactly what the engine loads by itself."""
         is_plain = self.context.config.rollout.dtype in ("float32", "bfloat16")
         return is_plain and "quantization_config" not in self.context.config.model.architecture
-
-    def _write_checkpoint(self) -> str:
-        """A model without a checkpoint has the trainer's random weights, in a directory that ends with the engine."""
-        self._directory = Path(tempfile.mkdtemp(prefix="rllaunch-model-"))
-        write_checkpoint(self.context, self._directory)
-        return str(self._directory)
-
-    def _drop_weight_files(self) -> None:
-        """The engine has them in memory; what describes the model stays, SGLang may read it again."""
-        for file in self._directory.glob("*.safetensors") if self._directory else ():
-            file.unlink()
-
-    def _environment(self) -> dict[str, str]:
-        if self.slot.device == "cpu":
-            return {"OMP_NUM_THREADS": str(self.context.config.run.torch_num_threads)}
-        shown = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpu_ids)} if all(self._gpu_ids) else {}
-        if self._shares_arena:
-            return shown | guest.environment_of(self._slots)
-        keeps = self.context.options.has_mirror and self.context.options.buffers == "retained"
-        # torch_memory_saver then pins the mirror's pages once and not at every release.
-        return shown | {"TMS_RETAIN_CPU_BACKUP": str(int(keeps))}
-
-    @property
-    def _shares_arena(self) -> bool:
-        options = self.context.options
-        return self.slot.device != "cpu" and options.has_mirror and options.buffers == "shared"
-
-    @property
-    def _slots(self) -> list[Slot]:
-        count = self.context.config.rollout.rollout_num_gpus_per_engine
-        return [replace(self.slot, index=self.slot.index + offset) for offset in range(count)]
-
-    @property
-    def _gpu_ids(self) -> tuple[str, ...]:
-        return self.context.gpus_of(self.slot, self.context.config.rollout.rollout_num_gpus_per_engine)
 
     def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:
         """SGLang's own figures, to a MiB; on `cpu` it takes the weights' from free memory, where others live."""
@@ -158,45 +96,20 @@ class SglangEngine:
             "cuda_graph": int(graph_gib * GIB),
         }
 
-    def _open_books(self) -> None:
-        if self.slot.device != "cpu":
-            self._gpus = GpuMemory(self._gpu_ids)
-            return
-        self._pools = open_pools(self.context, self.slot)
-        for region, nbytes in self._sizes.items():
-            self._pools[0].charge(self._owner, region, nbytes)
-
     def region_bytes(self) -> Mapping[Region, int]:
         return self._sizes
 
-    def memory(self) -> MemoryReading:
-        if self._gpus is not None:
-            return self._gpus.reading()
-        assert self._pools is not None, "memory is read after the start"
-        return read_memory(*self._pools, None)
-
     def check_health(self) -> bool:
-        """Whether its process lives; a request that hangs is ended by SGLang's own watchdog."""
-        return self.state.phase == "up" and self._process is not None and self._process.is_alive()
+        return self.state.phase == "up" and super().check_health()
 
     def shutdown(self) -> None:
         if not self.state.end() and self._process is None:
             return
-        # First, because it takes SGLang longer to end than an actor may be given.
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        if self._process is not None:
-            self._process.shutdown()
-        if self._gpus is not None:
-            self._gpus.stop()
+        self._end()
         if self._pools is not None:
             for region in self._sizes:
-                self._pools[0].release(self._owner, region)
+                self._pools[0].release(self.name, region)
             self._pools = None
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        assert self._process is not None, "an engine that is up has a process"
-        return self._process.call(name, *arguments)
 
     # -- handoff -------------------------------------------------------------------------------------
 
@@ -204,19 +117,8 @@ class SglangEngine:
         with self._lock, self.state.releasing(tags) as wanted:
             if wanted:
                 self._call("release", wanted)
-            if "weights" in wanted and self._shares_arena:
+            if "weights" in wanted:
                 self._require_mirror()
-
-    def _require_mirror(self) -> None:
-        """A guest that SGLang did not take in would leave weights released and nowhere kept."""
-        for slot in self._slots:
-            if not lies_in_arena(slot, guest.owner_of(slot), "weights"):
-                raise RunError(
-                    f"{self._owner}: SGLang released its weights and left no copy in the arena of slot {slot.index}",
-                    "handoff.offload_train_buffers = shared, handoff.engine_weights = mirror",
-                    "install rllaunch with pip where SGLang runs, so that SGLang finds its plugin; or use "
-                    "--offload-train-buffers fresh",
-                )
 
     def resume_memory_occupation(self, tags: Sequence[Region]) -> None:
         with self._lock, self.state.resuming(tags) as wanted:
@@ -239,9 +141,11 @@ class SglangEngine:
     def _of_own_gpus(self, bucket: Bucket) -> Bucket:
         """With the handles of this engine's slots only: one a rank."""
         if isinstance(bucket.handle, str):
+            if self.num_nodes > 1:
+                raise RunError(f"{self.name}: an update through a file does not reach its {self.num_nodes} nodes")
             return bucket
-        first, size = self.slot.index, self.context.config.rollout.rollout_num_gpus_per_engine
-        return replace(bucket, handle=bucket.handle[first : first + size])
+        first = self.slot.index
+        return replace(bucket, handle=bucket.handle[first : first + len(self.engine_slots)])
 
     def end_weight_update(self, version: int) -> None:
         with self._lock, self.state.ending(version):
@@ -249,7 +153,7 @@ class SglangEngine:
             self._call("end_weight_update")
             if version == 0 and self._loaded is not None:
                 # The trainer starts from the same weights; a run that resumes begins with a later version.
-                require_equal(self._owner, self._loaded, self._call("checksums"))
+                require_equal(self.name, self._loaded, self._call("checksums"))
             self._loaded = None
 
     def weights_checksum(self) -> str:

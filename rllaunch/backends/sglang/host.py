@@ -29,10 +29,27 @@ class Host:
         self, decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], list[int]]:
         """Load the engine; what it reports of its memory, in GiB, and the ids of its ranks' processes."""
+        from rllaunch.backends.sglang.update import Payloads
+
+        self._payloads = Payloads(self._load(decided, preferred, given))
+        state = self.engine.get_server_info()["internal_states"][0]
+        usage: Mapping[str, Any] = state.get("memory_usage", {})
+        return usage, list(self.engine.get_all_child_pids())
+
+    def follow(self, decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any]) -> list[int]:
+        """Load the ranks of a further node, which then obey those of the first; the ids of their processes.
+
+        SGLang makes no tokenizer manager here, so nothing but `shutdown` can be asked of this engine
+        (sglang 0.5.23 `entrypoints/engine.py`).
+        """
+        self._load(decided, preferred, given)
+        return list(self.engine.get_all_child_pids())
+
+    def _load(self, decided: Mapping[str, Any], preferred: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+        """Make `self.engine`; the number of its ranks on all nodes."""
         from sglang.srt.server_args import ServerArgs
 
         from rllaunch.backends.sglang.options import server_arguments
-        from rllaunch.backends.sglang.update import Payloads
 
         arguments = server_arguments(decided, preferred, given, ServerArgs)
         from sglang.srt.entrypoints.engine import Engine
@@ -41,10 +58,7 @@ class Host:
             self.engine = Engine(**arguments)
         except (ValueError, TypeError, AssertionError) as err:
             raise ConfigError(f"SGLang refuses its arguments: {err}", _said(given), "see the section [sglang]") from err
-        self._payloads = Payloads(int(arguments["tp_size"]))
-        state = self.engine.get_server_info()["internal_states"][0]
-        usage: Mapping[str, Any] = state.get("memory_usage", {})
-        return usage, list(self.engine.get_all_child_pids())
+        return int(arguments["tp_size"])
 
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]

@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rllaunch.backends.base import LaunchContext, Slot
@@ -30,7 +30,8 @@ _DECIDED_BY = {
     "enable_memory_saver": "handoff.offload_rollout",
     "enable_weights_cpu_backup": "handoff.engine_weights",
     "skip_tokenizer_init": "rllaunch, which sends and takes token ids",
-    "nnodes": "rllaunch, which starts each engine on one node",
+    "nnodes": "rllaunch, which starts a part of an engine on each of its nodes",
+    "node_rank": "rllaunch, which starts a part of an engine on each of its nodes",
     "port": "rllaunch, which keeps the engines' ports apart",
     "nccl_port": "rllaunch, which keeps the engines' ports apart",
     "dist_init_addr": "rllaunch, which keeps the engines' ports apart",
@@ -50,12 +51,26 @@ _RENAMED = {
 _UNSAID = {"dp_size": 1, "ep_size": 1, "enable_dp_attention": False}
 
 
-def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Span:
+    """The nodes of an engine, and which of its parts this is.
+
+    Args:
+        meeting_point: `host:port` of the first node, where the parts find each other; empty on a single node.
+    """
+
+    num_nodes: int = 1
+    node_rank: int = 0
+    meeting_point: str = ""
+
+
+def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range, span: Span = Span()) -> dict[str, Any]:
     """What the launch decides; every name must exist in the installed SGLang.
 
     Args:
+        slot: the first of the engine's.
         model_path: directory or hub name the engine loads.
-        ports: this engine's own, `PORTS_OF_ENGINE` of them.
+        ports: this part's own, `PORTS_OF_ENGINE` of them.
     """
     config, options = context.config, context.options
     rollout = config.rollout
@@ -71,13 +86,20 @@ def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range) -
         "skip_tokenizer_init": True,
         "port": ports[0],
         "nccl_port": ports[1],
+        "nnodes": span.num_nodes,
+        "node_rank": span.node_rank,
         **_precision(context),
     }
-    if config.sglang.enable_dp_attention:
-        arguments["dist_init_addr"] = f"127.0.0.1:{ports[_DIST_OFFSET]}"
+    if span.meeting_point or config.sglang.enable_dp_attention:
+        arguments["dist_init_addr"] = span.meeting_point or meeting_point("127.0.0.1", ports)
     if rollout.rollout_max_context_len is not None:
         arguments["context_length"] = rollout.rollout_max_context_len
     return arguments
+
+
+def meeting_point(host: str, ports: range) -> str:
+    """Where the ranks of an engine find each other; SGLang takes the ports after it too."""
+    return f"[{host}]:{ports[_DIST_OFFSET]}" if ":" in host else f"{host}:{ports[_DIST_OFFSET]}"
 
 
 def _precision(context: LaunchContext) -> dict[str, Any]:

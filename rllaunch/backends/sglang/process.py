@@ -1,4 +1,4 @@
-"""An engine's process seen from the rollout manager: started, asked, and ended with everything below it."""
+"""An engine's process seen from the actor that has it: started, asked, and ended with everything below it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from rllaunch.errors import RllaunchError, RunError
 # SGLang waits up to 60 s for its ranks to let go of their GPU (sglang 0.5.23 `entrypoints/engine.py`).
 SHUTDOWN_SECONDS = 70.0
 KILL_SECONDS = 10.0
-LAST_WORDS = "the run's rollout.log has SGLang's last words; was it killed for memory? `dmesg` knows"
+# How soon a death is noticed that no call runs into.
+WATCH_SECONDS = 0.5
 
 
 class EngineProcess:
     """A child that runs `module` and answers calls by name, one at a time.
 
     Args:
-        owner: how errors name it.
+        owner: how errors name it, and the log it writes to.
         environment: variables it has beyond ours.
         module: has `main`, which is given the number of a file descriptor.
     """
@@ -56,6 +57,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def pids(self) -> list[int]:
+        """Of it and of the processes below it that were there at the last look."""
+        return [process.pid for process in self._tree]
+
     def call(self, name: str, *arguments: Any) -> Any:
         """The answer of `name(*arguments)` over there.
 
@@ -65,13 +71,13 @@ class EngineProcess:
         with self._lock:
             if dead := [p.pid for p in self._ranks if not _is_running(p)]:
                 # SGLang would take a minute to find out.
-                raise RunError(f"{self.owner}: its process {dead[0]} ended before {name}", "", LAST_WORDS)
+                raise RunError(f"{self.owner}: its process {dead[0]} ended before {name}", "", self._last_words)
             try:
                 self._connection.send((name, arguments))
                 succeeded, answer = self._connection.recv()
             except (EOFError, OSError) as err:
                 raise RunError(
-                    f"{self.owner}: its process {self._end_of_process()} during {name}", "", LAST_WORDS
+                    f"{self.owner}: its process {self._end_of_process()} during {name}", "", self._last_words
                 ) from err
         if succeeded:
             return answer
@@ -81,6 +87,19 @@ class EngineProcess:
     def is_alive(self) -> bool:
         """Whether it and its ranks run; does not wait for a call under way."""
         return self._process.poll() is None and all(map(_is_running, self._ranks))
+
+    def wait(self) -> str:
+        """Return only when it is no longer alive; what became of it."""
+        while self.is_alive():
+            time.sleep(WATCH_SECONDS)
+        if self._process.poll() is not None:
+            return f"{self.owner}: its process {self._end_of_process()}"
+        dead = [p.pid for p in self._ranks if not _is_running(p)]
+        return f"{self.owner}: its process {dead[0]} ended"
+
+    @property
+    def _last_words(self) -> str:
+        return f"the run's {self.owner}.log has SGLang's last words; was it killed for memory? `dmesg` knows"
 
     def watch(self, pids: Iterable[int]) -> None:
         """Processes below it without which it is not alive.
@@ -96,6 +115,13 @@ class EngineProcess:
         with contextlib.suppress(psutil.Error):
             found = psutil.Process(self._process.pid).children(recursive=True)
             self._tree += [p for p in found if p not in self._tree]
+
+    def kill(self) -> None:
+        """End it and what is below it at once; a call under way then fails."""
+        self._note_children()
+        for process in self._tree:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
     def shutdown(self) -> None:
         """End it, in order if it still answers, and whatever is left of the processes below it."""

@@ -17,7 +17,7 @@ def _check_lora(resolved: Resolved) -> Iterator[Finding]:
     if options.lora and options.weights_mode == "discard":
         yield LORA.error(
             resolved,
-            "LoRA updates send the adapters only: base weights that an engine discards would never come back",
+            "with LoRA an engine keeps its base weights: from an update of adapters they would never come back",
             [WEIGHTS, "algorithm.lora_rank"],
             either("--engine-weights mirror", "--lora-rank 0"),
         )

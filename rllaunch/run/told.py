@@ -1,0 +1,42 @@
+"""Errors of other processes in their own words: Ray wraps what an actor raised."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rllaunch.errors import RllaunchError, RunError
+
+
+@contextlib.contextmanager
+def told(who: str = "a worker process") -> Iterator[None]:
+    """Around calls of Ray that raise what an actor raised.
+
+    Args:
+        who: what is gone if the actor is.
+    """
+    from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+
+    try:
+        yield
+    except RllaunchError as err:
+        # Ray raises a class made of ours and its own; only ours has the three parts.
+        cause = getattr(err, "cause", None)
+        raise (cause if isinstance(cause, RllaunchError) else err) from None
+    except RayTaskError as err:
+        cause = err.cause
+        if isinstance(cause, RllaunchError):
+            raise cause from None
+        trace = str(err).strip().splitlines()
+        raise RunError(
+            f"a worker failed: {type(cause).__name__}: {cause}",
+            [line.strip() for line in trace[-4:-1]],
+            "--resume goes on from the last checkpoint",
+        ) from err
+    except (ActorDiedError, RayActorError) as err:
+        lines = [line.strip() for line in str(err).strip().splitlines() if line.strip()]
+        raise RunError(
+            f"{who} died",
+            list(dict.fromkeys([*lines[:3], *lines[-2:]])),
+            "was it killed for memory? `dmesg` and Ray's session log know; --resume goes on from the last checkpoint",
+        ) from None

@@ -1,0 +1,20 @@
+"""What whole runs of these tests need in their environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cpu_guest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables under which a plugin brings `--trainer-backend megatron-cpu`."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "cpu_guest-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu_guest\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rllaunch]\ncpu_guest = megatron_cpu_guest\n")
+    path = [str(Path(__file__).parent), str(site), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
