@@ -24,10 +24,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed plugins/rllaunch-example/pyproject.toml
+$(VENV)/.installed-test: $(VENV)/.installed plugins/rllaunch-example/pyproject.toml plugins/rllaunch-miles/pyproject.toml
 	@echo "installing what the tests need …"
 	$(PIP) -e '.[test]'
-	$(PIP) --no-deps -e plugins/rllaunch-example
+	$(PIP) --no-deps -e plugins/rllaunch-example -e plugins/rllaunch-miles
 	@touch $@
 
 train: $(VENV)/.installed ## Watch a policy learn on this machine (ARGS="--num-rollout 50" …)
@@ -36,6 +36,7 @@ train: $(VENV)/.installed ## Watch a policy learn on this machine (ARGS="--num-r
 test: $(VENV)/.installed-test ## Everything that runs without a GPU (ARGS="-k handoff" …)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 	$(BIN)/python -m pytest -q plugins/rllaunch-example
+	$(BIN)/python -m pytest -q plugins/rllaunch-miles
 
 # Beside the environment, not in it: what is installed there decides what launches may choose. Uncompiled, because most of it is
 # never imported.

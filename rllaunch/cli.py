@@ -25,9 +25,11 @@ COMMANDS = {
     "doctor": "Would it run? Every finding at once.",
     "resolve": "Show the launch: every value and the layer that decided it.",
     "explain": "Who set a key, layer by layer, and what it means.",
+    "diff": "What differs between two launches, and what it does to the plan.",
+    "export": "A launch as another program's command line.",
     "profiles": "Your own and what ships: list, show, new, check, detect.",
     "schema": "JSON Schema of a profile or of a --config file, for editors.",
-    "plugins": "List the plugins and what each contributes.",
+    "plugins": "List the plugins and what each contributes; start one of your own.",
 }
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from rllaunch.backends.base import BackendSpec
     from rllaunch.doctor.finding import Rule
+    from rllaunch.export import Exporter
     from rllaunch.resolve.detect import MachineFacts
     from rllaunch.resolve.profiles import Profile
     from rllaunch.resolve.schema import LaunchConfig
@@ -145,6 +146,15 @@ class Specs:
 
         Moment: when a command is not one of the built-in ones, and for `rllaunch --help`.
         Used by: `rllaunch-example`.
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def rllaunch_exporters(self) -> Sequence[Exporter]:
+        """Programs whose command line a launch can be written as, each a name and a function.
+
+        Moment: for `rllaunch export` only.
+        Used by: `rllaunch-example` (environment variables), `rllaunch-miles`.
         """
         raise NotImplementedError
 

@@ -20,6 +20,7 @@ from rllaunch.hooks import PROJECT, RunObserver, Specs
 if TYPE_CHECKING:
     from rllaunch.backends.base import BackendSpec
     from rllaunch.doctor.finding import Rule
+    from rllaunch.export import Exporter
     from rllaunch.resolve.detect import MachineFacts
     from rllaunch.resolve.profiles import ProfileStore
     from rllaunch.resolve.schema import LaunchConfig
@@ -71,6 +72,7 @@ class Plugins:
         self.rules()
         for side in ("trainer", "rollout"):
             self.backends(side)
+        self.exporters()
         self.add_commands(typer.Typer(), commands)
 
     def profiles(self) -> ProfileStore:
@@ -140,6 +142,25 @@ class Plugins:
                     )
                     continue
                 found[spec.name], owner[spec.name] = spec, info.label
+        return found
+
+    def exporters(self) -> dict[str, tuple[PluginInfo, Exporter]]:
+        """Targets of `rllaunch export` by name, each with the plugin that brings it."""
+        from rllaunch.export import Exporter
+
+        hook = "rllaunch_exporters"
+        found: dict[str, tuple[PluginInfo, Exporter]] = {}
+        for info, exporters in self._ask(hook):
+            for exporter in self._items(info, hook, exporters, _is_a(Exporter, "name"), "a list of Exporter"):
+                if exporter.name in found:
+                    self._blame(
+                        info,
+                        f"export target {exporter.name!r} is taken by {found[exporter.name][0].label}",
+                        info.label,
+                        "give the target another name, or uninstall one of the two plugins",
+                    )
+                    continue
+                found[exporter.name] = (info, exporter)
         return found
 
     def observers(self, config: LaunchConfig, run_dir: Path) -> list[tuple[PluginInfo, RunObserver]]:

@@ -1,7 +1,8 @@
-"""`rllaunch plugins`: what is installed and what each contributes."""
+"""`rllaunch plugins`: what is installed and what each contributes; `plugins new`: a package to start from."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +16,46 @@ from rllaunch.plugins import load_plugins
 app = command_app()
 
 
-@app.command()
-def plugins(json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False) -> None:
+@app.callback(invoke_without_command=True)
+def plugins(
+    ctx: typer.Context, json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False
+) -> None:
     """List the plugins, their versions and what each contributes."""
+    if ctx.invoked_subcommand is None:
+        _list(json)
+
+
+@app.command("new")
+def new(
+    name: Annotated[str, typer.Argument(help="Of the distribution, such as rllaunch-acme.")],
+    directory: Annotated[
+        Path | None, typer.Option("--directory", metavar="DIR", help="Where to; ./NAME unless set.")
+    ] = None,
+    extends: Annotated[str, typer.Option("--extends", help="Hardware profile that the new one extends.")] = "H200",
+    profile: Annotated[str, typer.Option("--profile", help="Name of the new one; made of both unless set.")] = "",
+    rule: Annotated[
+        str, typer.Option("--rule", help="Code of its rule, RL900 to RL999; the first free unless set.")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="The files that were written, as JSON.")] = False,
+) -> None:
+    """Write a package to start a plugin from: a profile, a rule, tests that pass.
+
+    Nothing is asked and nothing is overwritten.
+    """
+    from rllaunch.scaffold import plan_plugin, write_new
+
+    plan = plan_plugin(load_plugins(), name, extends=extends, profile=profile, rule=rule)
+    target = directory or Path(name)
+    files = write_new(target, plan.files)
+    if json:
+        console.data_json({"directory": str(target), "files": files, **plan.names})
+        return
+    for file in files:
+        console.data(str(target / file))
+    console.say(f"hint: pip install -e '{target}[test]', then pytest {target}")
+
+
+def _list(json: bool) -> None:
     found = load_plugins()
     found.check(COMMANDS)
     profiles = found.profiles().profiles

@@ -13,7 +13,9 @@ from typing import Protocol
 
 import pytest
 
-import rllaunch.cli
+from rllaunch.testing.project import add_distribution, forget_commands, rllaunch_project
+
+__all__ = ["rllaunch_project"]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "plugins" / "rllaunch-example"
 
@@ -39,7 +41,7 @@ def leave_out(_clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> Call
 @pytest.fixture(autouse=True)
 def _rllaunch_alone(leave_out: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out("")
-    monkeypatch.setattr(rllaunch.cli, "_found", None)
+    forget_commands(monkeypatch)
 
 
 @pytest.fixture
@@ -52,15 +54,11 @@ def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guest]:
         distribution = distribution or name
         module = module or f"{distribution}_module"
         modules.append(module)
-        info = site / f"{distribution}-1.2.3.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2.3\n")
-        (info / "entry_points.txt").write_text(f"[rllaunch]\n{name} = {module}\n")
         if source is not None:
             text = "from rllaunch.hooks import hookimpl\n" + textwrap.dedent(source)
+            site.mkdir(exist_ok=True)
             (site / f"{module}.py").write_text(text, encoding="utf-8")
-        monkeypatch.syspath_prepend(str(site))
-        monkeypatch.setattr(rllaunch.cli, "_found", None)
+        add_distribution(site, distribution, {name: module}, "1.2.3", monkeypatch)
 
     yield install
     for name in modules:

@@ -47,7 +47,7 @@ def test_it_is_listed_with_all_it_brings(run: Any, site: Path):
     assert row["version"] == "0.1.0"
     assert row["error"] == ""
     assert row["rules"] == ["RL901"]
-    assert len(row["hooks"]) == 9
+    assert len(row["hooks"]) == 10
     assert sorted(row["profiles"]) == [
         "hardware example-H100-x4",
         "hardware example-H100-x8",

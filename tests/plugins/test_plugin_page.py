@@ -13,6 +13,7 @@ import pytest
 from rllaunch.doctor.engine import diagnose
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.resolve import Request, Setting, resolve
+from rllaunch.testing import Project, RolloutConformance, TrainerConformance
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
 FILE = re.compile(
@@ -76,3 +77,44 @@ def test_the_package_with_hooks_works(acme):
     assert resolved.config.hardware.host_memory_bytes == 2**41
     (found,) = [f for f in diagnose(resolved, plugins.rules(), probe=False) if f.code == "RL942"]
     assert (found.level, found.message) == ("error", "Acme lends 16 nodes at most")
+
+
+def block(section: str) -> str:
+    """The first block of Python in a section of the page."""
+    text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}")[1].split("\n## ")[0]
+    return text.split("```python\n")[1].split("```")[0]
+
+
+def test_the_export_target_works(guest, rllaunch):
+    guest(block("Exporting to another program"))
+    result = rllaunch("export", "--to", "acme-rl", "--model", "dsv4", "--hardware", "GB300")
+    assert result.code == 0, result.err
+    assert result.out.endswith("acme-rl train \\\n  --nodes 8 \\\n  --tp 2\n")
+    assert 'left out: handoff.engine_weights = "mirror"' in result.err
+    assert "  acme-rl keeps the engines' weights\n" in result.err
+
+
+def test_the_conftest_and_the_test_it_shows_work(acme, rllaunch_project, monkeypatch: pytest.MonkeyPatch):
+    acme("The same in Python")
+    rllaunch_project.use("acme", "rllaunch_acme")
+    shown = PAGE.read_text(encoding="utf-8")
+    assert block("Testing a plugin").splitlines()[-1] == "    return rllaunch_project"
+    test = shown.split("```python\ndef test_acme_lends_sixteen_nodes")[1].split("```")[0]
+    space: dict[str, object] = {}
+    exec("def test" + test.replace('"acme"', '"acme-H200-large"'), space)
+    space["test"](rllaunch_project)  # type: ignore[operator]
+    exec("def test" + test.replace('"acme"', '"acme-H200-large"').replace("17)", "16)"), space)
+    with pytest.raises(AssertionError):
+        space["test"](rllaunch_project)  # type: ignore[operator]
+
+
+def test_the_page_names_what_a_project_and_the_suites_have():
+    text = PAGE.read_text(encoding="utf-8")
+    methods = [name for name, value in vars(Project).items() if callable(value) and not name.startswith("_")]
+    assert sorted(methods) == ["findings", "json", "run", "use", "write"]
+    assert all(f"| `{name}(" in text for name in methods)
+    for suite in (TrainerConformance, RolloutConformance):
+        assert f"({suite.__name__}):" in text
+        assert all(hasattr(suite, name) for name in ("device", "sections", "options"))
+    for suite, names in ((RolloutConformance, ("send", "weights")), (TrainerConformance, ("batch", "collected"))):
+        assert all(hasattr(suite, name) and f"`{name}()`" in text for name in names)

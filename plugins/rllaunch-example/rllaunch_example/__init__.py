@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rllaunch.backends.base import BackendSpec
     from rllaunch.doctor.finding import Rule
+    from rllaunch.export import Exporter
     from rllaunch.resolve.detect import MachineFacts
     from rllaunch.resolve.profiles import Profile
     from rllaunch.resolve.schema import LaunchConfig
@@ -78,6 +79,14 @@ def rllaunch_commands(app: typer.Typer) -> None:
     from rllaunch_example.commands import example_tail
 
     app.command("example-tail")(example_tail)
+
+
+@hookimpl
+def rllaunch_exporters() -> Sequence[Exporter]:
+    from rllaunch.export import Exporter
+    from rllaunch_example.variables import as_variables
+
+    return [Exporter("example-variables", "rllaunch train without a flag: every setting as a variable", as_variables)]
 
 
 @hookimpl

@@ -39,7 +39,7 @@ def test_the_plugin_answers_every_hook_without_a_problem(plugins: Plugins, tmp_p
     assert isinstance(observer, CsvMetrics)
     assert plugins.problems == []
     assert plugins.profiles().problems == []
-    assert len(plugins.infos["example"].hooks) == 9
+    assert len(plugins.infos["example"].hooks) == 10
 
 
 def test_the_tiny_model_runs_on_the_workstation_without_megatron(plugins: Plugins):

@@ -1,0 +1,3 @@
+from rllaunch.testing import rllaunch_project
+
+__all__ = ["rllaunch_project"]
