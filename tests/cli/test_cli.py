@@ -52,7 +52,7 @@ def test_what_does_not_run_anything_imports_nothing_heavy(words: tuple[str, ...]
 def test_help_lists_every_command(rllaunch: Any):
     result = rllaunch("--help")
     assert result.code == 0
-    for command in ("train", "doctor", "resolve", "explain", "profiles", "plugins"):
+    for command in ("train", "doctor", "resolve", "explain", "diff", "export", "profiles", "plugins"):
         assert f"\n  {command} " in result.out
 
 

@@ -29,7 +29,8 @@ def run(site: Path, tmp_path: Path) -> Any:
     """`rllaunch …` with the example in front of the path."""
 
     def call(*words: str, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(site), **environ}
+        path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+        env = {**os.environ, "PYTHONPATH": path, **environ}
         env.pop("RLLAUNCH_DISABLE_PLUGINS", None)
         done = subprocess.run(
             [sys.executable, "-m", "rllaunch", *words], env=env, cwd=tmp_path, capture_output=True, text=True
