@@ -6,10 +6,8 @@ Nothing else is ended: no process is looked up by name, no cluster we joined is 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from rllaunch.plan.handoff import Region, Schedule
 from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.data import Prompt
+from rllaunch.run.ledgers import local_ledgers
 from rllaunch.run.loop import Loop, Planned, Progress, Watcher
 from rllaunch.run.record import RunDirectory
 from rllaunch.run.signals import install_handlers, interruptible, quiet_signals
@@ -372,35 +371,6 @@ def _python_path() -> str:
     """The import path for workers: what the environment has, with the current directory, absolute."""
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     return os.pathsep.join(dict.fromkeys(str(Path(p).resolve()) for p in [*given, "."]))
-
-
-@contextlib.contextmanager
-def local_ledgers() -> Iterator[str]:
-    """A directory for the pools' books and shared buffers, in memory where the machine allows it.
-
-    What earlier drivers left behind because they were killed is removed. A lock on a file inside says that
-    its driver lives: a process id would not, where containers share memory but not processes.
-    """
-    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    prefix = f"rllaunch-{os.getuid()}-"
-    for left in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), (left / "lock").open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(left)
-    directory = base / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    directory.mkdir(mode=0o700)
-    with (directory / "lock").open("wb") as mine:
-        fcntl.flock(mine, fcntl.LOCK_EX)
-        try:
-            yield str(directory)
-        finally:
-            _remove(directory)
-
-
-def _remove(directory: Path) -> None:
-    import shutil
-
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _children() -> list[Any]:

@@ -26,6 +26,7 @@ from rllaunch.backends.base import (
 from rllaunch.backends.node_memory import gpu_of_process
 from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
+from rllaunch.run.ledgers import hold, is_held
 from rllaunch.run.steps import run_steps
 
 
@@ -63,7 +64,13 @@ class TrainerRank:
     backend: TrainerBackend
     _is_well = True
 
+    def __init__(self) -> None:
+        self._ledgers = contextlib.ExitStack()
+
     def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
+        if slot.index % (context.config.cluster.num_gpus_per_node or 1) == 0 and not is_held(Path(slot.ledger_dir)):
+            # The driver is on another node: on this one nobody else would clear up.
+            self._ledgers.enter_context(hold(Path(slot.ledger_dir)))
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
 
     def gpu(self) -> str:
@@ -146,7 +153,8 @@ class TrainerRank:
         return self.backend.memory()
 
     def shutdown(self) -> None:
-        self.backend.shutdown()
+        with self._ledgers:
+            self.backend.shutdown()
 
 
 class TrainGroup:
