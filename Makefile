@@ -61,8 +61,15 @@ type: $(VENV)/.installed-test ## mypy --strict
 bench: $(VENV)/.installed-test ## Start-up times, the loop's own overhead, bytes a second of a handoff
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-docs: $(VENV)/.installed-test ## Write the generated parts of docs/ again (keys, rules)
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what the documentation needs …"
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs ## Write the generated pages of docs/ again, and build the site into site/
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site

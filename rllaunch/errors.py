@@ -10,12 +10,19 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
 EXIT_OK = 0
+"""It was done: the run ended, nothing that was looked at has an error."""
 EXIT_RUN_FAILED = 1
+"""The run failed after it started, or rllaunch itself has a bug."""
 EXIT_USAGE = 2
+"""The command line is malformed: an unknown command or flag, two that exclude each other."""
 EXIT_CONFIG = 3
+"""The configuration is invalid: a key, a value, a profile, a file; findings `RL3xx` and `RL6xx`."""
 EXIT_DOES_NOT_FIT = 4
+"""It does not fit in memory; findings `RL2xx`."""
 EXIT_ENVIRONMENT = 5
+"""This machine or the cluster lacks something; findings `RL4xx` and `RL5xx`."""
 EXIT_INTERRUPTED = 130
+"""Ctrl-C, or whoever read the output went away."""
 
 
 class RllaunchError(Exception):

@@ -9,8 +9,10 @@ import typer
 from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import exit_code, render
+from rllaunch.doctor.explain import explain
 from rllaunch.errors import UsageError
 from rllaunch.pipeline import launch
+from rllaunch.plugins import load_plugins
 
 app = command_app()
 
@@ -23,12 +25,24 @@ def doctor(
     gpu_test: Annotated[
         bool, typer.Option("--gpu-test", help="Run the tests that need a GPU too (seconds to minutes).")
     ] = False,
+    code: Annotated[
+        str | None, typer.Option("--explain", metavar="CODE", help="What a rule is and why; needs no launch.")
+    ] = None,
 ) -> None:
     """Would it run? Every finding at once.
 
     Exit code: 0 it would; 3 the configuration is invalid; 4 it does not fit; 5 the machine or the
     cluster lacks something.
     """
+    if code is not None:
+        if gpu_test or not probe or request_of(ctx).flags or request_of(ctx).config_files:
+            raise UsageError("--explain looks at no launch", fix="leave out the other flags, except --json")
+        explained = explain(code, load_plugins().rules())
+        if json:
+            console.data_json(explained.to_json())
+        else:
+            console.data(explained.text())
+        return
     if gpu_test and not probe:
         raise UsageError("--gpu-test and --no-probe exclude each other", fix="leave one of them out")
     made = launch(request_of(ctx)).decided()

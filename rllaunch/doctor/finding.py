@@ -62,11 +62,12 @@ class Rule:
     Args:
         code: `RL3xx` for the configuration, `RL4xx` for GPUs and what drives them, `RL5xx` for the rest of the
             environment; unique over all plugins.
-        name: a few words, as `rllaunch doctor --rules` lists them.
+        name: a few words, as `rllaunch doctor --explain CODE` heads them.
         reason: why breaking it hurts, with the source of that knowledge.
         probes: reads the machine (GPUs, Ray, disk, imports); skipped by `--no-probe` and `--dry-run`.
         tests_gpu: runs a program on the GPU, which takes seconds; only with `rllaunch doctor --gpu-test`.
         overridable: `--allow CODE` turns its errors into warnings.
+        check: what it yields is found; a docstring of it is shown to users by `--explain`.
         plugin: who brought it; filled in on registration.
     """
 

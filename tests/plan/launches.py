@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rllaunch.flags import take_flags
@@ -14,13 +14,14 @@ from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.resolve import Request, resolve
 from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.user_dirs import ProfileDir
 
 GIB = 2**30
 
 
-def plugins_without_other_cells() -> Plugins:
+def plugins_without_other_cells(profile_dirs: Sequence[ProfileDir] = ()) -> Plugins:
     """What these tests compute by hand follows from their own flags; of the cells only DeepSeek-V4's is asked for."""
-    plugins = load_plugins()
+    plugins = load_plugins(profile_dirs=profile_dirs)
     store = plugins.profiles()
     store.profiles[:] = [p for p in store.profiles if p.kind != "cell" or p.model == "dsv4"]
     return plugins

@@ -62,6 +62,7 @@ def _holders(gpu: Gpu) -> Iterator[str]:
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:
+    """A warning names who holds the memory; an error says that the plan does not fit beside it."""
     node = read_node()
     if runs_here(resolved, node.facts):
         yield from check_busy(resolved, node)

@@ -50,10 +50,18 @@ def _check_known(resolved: Resolved) -> Iterator[Finding]:
 
 
 def _check_host(resolved: Resolved) -> Iterator[Finding]:
+    """Every step of start-up and of a cycle is added up for the fullest node, with mirror and backup of the handoff.
+
+    What the finding advises has been planned again. `rllaunch plan` shows all steps, in both orders.
+    """
     yield from _does_not_fit(resolved, "host", HOST)
 
 
 def _check_gpu(resolved: Resolved) -> Iterator[Finding]:
+    """Every step of start-up and of a cycle is added up for the fullest GPU, trainer and engine together.
+
+    What the finding advises has been planned again. `rllaunch plan` shows all steps, in both orders.
+    """
     yield from _does_not_fit(resolved, "gpu", GPU)
 
 
@@ -113,6 +121,10 @@ def _step(step: PlannedStep) -> str:
 
 
 def _check_headroom(resolved: Resolved) -> Iterator[Finding]:
+    """Said where the plan fits, but leaves less than 5 % of a limit free at its fullest step.
+
+    `docs/accuracy.md` shows how near such plans came to what others measured.
+    """
     choice = _choice(resolved)
     if choice is None or not choice.fits:
         return
@@ -136,6 +148,10 @@ def _check_headroom(resolved: Resolved) -> Iterator[Finding]:
 
 
 def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
+    """SGLang takes this share of the GPU for weights and KV cache together.
+
+    Too small, and the weights leave no room for a cache; too large, and the fullest step beside it does not fit.
+    """
     choice, config = _choice(resolved), resolved.config
     hbm = config.hardware.gpu_memory_bytes
     if choice is None or hbm is None or config.rollout.backend != "sglang":
@@ -244,6 +260,7 @@ def _check_staging(resolved: Resolved) -> Iterator[Finding]:
 
 
 def _check_ray(resolved: Resolved) -> Iterator[Finding]:
+    """Ray's monitor acts at 95 % of a node, or at `RAY_memory_usage_threshold` of Ray's own environment."""
     import os
 
     choice = _choice(resolved)

@@ -38,6 +38,7 @@ def check_locked_memory(resolved: Resolved, limit_bytes: int | None, root: Path 
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:
+    """Pinned host copies are no matter of this limit: what CUDA pins is not counted as locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield from check_locked_memory(resolved, None if soft == resource.RLIM_INFINITY else soft)
 

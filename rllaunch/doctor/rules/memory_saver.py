@@ -97,6 +97,7 @@ def _check_preload(resolved: Resolved, keys: list[str]) -> Iterator[Finding]:
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:
+    """Asked where something releases memory through it: SGLang that offloads, or the trainer if it is told to."""
     yield from check_memory_saver(resolved, libraries(), torch_cuda())
 
 

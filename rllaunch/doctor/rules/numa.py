@@ -96,6 +96,10 @@ def _some(nodes: list[int]) -> str:
 
 
 def _check(resolved: Resolved) -> Iterator[Finding]:
+    """For each GPU, the processors and the memory of its NUMA node against what this process may use.
+
+    NUMA nodes without processors are left out: they are the HBM of GPUs, no host RAM and no place to bind to.
+    """
     yield from check_numa(resolved, read_node())
 
 
