@@ -18,6 +18,8 @@ from rllaunch.errors import ConfigError, EnvironmentProblem, did_you_mean
 # Ray's workers (10002 to 19999) and the ports that Linux gives out by itself (from 32768).
 PORTS = range(21000, 32000)
 PORTS_OF_ENGINE = 64
+# Slots that can have two blocks each.
+MAX_SLOTS_APART = len(PORTS) // PORTS_OF_ENGINE // 2
 _DIST_OFFSET = 8
 
 # A section of the config → what it decides here; a user who says otherwise in [sglang] is told, not overruled.

@@ -16,7 +16,7 @@ from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.node_memory import GpuMemory
 from rllaunch.backends.sglang import guest
 from rllaunch.backends.sglang.checkpoint import write_checkpoint
-from rllaunch.backends.sglang.options import Span, decided, find_ports, given, preferred
+from rllaunch.backends.sglang.options import MAX_SLOTS_APART, Span, decided, find_ports, given, preferred
 from rllaunch.backends.sglang.process import EngineProcess
 from rllaunch.errors import ConfigError, RunError
 
@@ -58,8 +58,12 @@ class NodePart:
 
     def _find_ports(self) -> range:
         if not self._ports:
-            per_node = min(self.context.config.cluster.num_gpus_per_node or 1, self.context.num_slots)
-            self._ports = find_ports(self.slot.index % per_node, per_node, self.slot.ledger_dir)
+            index, count = self.slot.index, self.context.num_slots
+            if count > MAX_SLOTS_APART:
+                # Engines of different nodes may have the same ports.
+                count = self.context.config.cluster.num_gpus_per_node or 1
+                index %= count
+            self._ports = find_ports(index, count, self.slot.ledger_dir)
         return self._ports
 
     def _model_path(self) -> str:
