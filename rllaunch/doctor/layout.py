@@ -15,7 +15,6 @@ from rllaunch.doctor.numbers import (
     either,
     experts_key,
     flag_with,
-    gpus_per_node,
     nearest,
     samples_per_step,
 )
@@ -131,7 +130,7 @@ def layout_of(resolved: Resolved) -> Layout:
     etp = decided_int(resolved, "trainer.expert_tensor_parallel_size")
     return Layout(
         nodes=config.cluster.num_nodes,
-        gpus_per_node=gpus_per_node(config),
+        gpus_per_node=config.gpus_per_node,
         tp=trainer.tensor_model_parallel_size,
         pp=trainer.pipeline_model_parallel_size,
         cp=trainer.context_parallel_size,

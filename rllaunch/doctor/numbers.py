@@ -9,10 +9,6 @@ from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
 
 
-def gpus_per_node(config: LaunchConfig) -> int:
-    return config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
-
-
 def gpus_key(resolved: Resolved) -> str:
     """The key that decides how many GPUs of a node are used."""
     own = resolved.config.cluster.num_gpus_per_node

@@ -131,7 +131,7 @@ def _followers(resolved: Resolved, values: Mapping[str, Any]) -> dict[str, Any]:
     if nodes is None:
         return {}
     config = resolved.config
-    per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+    per_node = config.gpus_per_node
     following = {"cluster.actor_num_nodes": nodes, "rollout.rollout_num_gpus": nodes * per_node}
     return {key: value for key, value in following.items() if key not in values}
 

@@ -85,7 +85,7 @@ def embedded_sizes(config: LaunchConfig, architecture: Architecture, prompts: Pr
     }
     given = config.pools.region_bytes
     gpu = {region: max(size, given.get(region, 0)) for region, size in gpu.items()}
-    per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+    per_node = config.gpus_per_node
     node: dict[Region, int] = {r: gpu[r] * per_node for r in ("params", "optimizer", "weights")}
     pools = config.pools
     host = {"static": pools.host_static_bytes, "trainer": pools.host_trainer_bytes}

@@ -141,7 +141,7 @@ class _Search:
         """The smallest engine whose KV cache holds its share of a rollout; else the largest."""
         config = self.resolved.config
         longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
-        per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+        per_node = config.gpus_per_node
         engine = fitted.layout.engine_gpus
         share = config.num_samples * longest * engine / (fitted.layout.nodes * per_node)
         is_short = fitted.candidate.plan.sizes.tokens_in_kv < share
@@ -223,7 +223,7 @@ def layouts(
     Engines are whole parts of a node or whole nodes.
     """
     config = resolved.config
-    per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+    per_node = config.gpus_per_node
     world = nodes * per_node
     cp = config.trainer.context_parallel_size
     experts, heads = architecture.num_experts, architecture.num_attention_heads
@@ -254,7 +254,7 @@ def _powers(limit: int) -> list[int]:
 
 def laid_out(resolved: Resolved, layout: Layout) -> Resolved:
     """The launch with this layout."""
-    world = layout.nodes * (resolved.config.cluster.num_gpus_per_node or resolved.config.hardware.gpus_per_node)
+    world = layout.nodes * resolved.config.gpus_per_node
     derived = {"cluster.actor_num_nodes": layout.nodes, "rollout.rollout_num_gpus": world}
     return changed(resolved, _values(resolved, layout) | derived)
 

@@ -245,7 +245,7 @@ class _Speed:
         link = config.hardware.host_link_bytes_per_second
         self.link = (link or c.ASSUMED_LINK.value) * c.LINK_SHARE.value
         self.pin = config.hardware.host_pin_bytes_per_second or c.PIN_FRESH.value
-        per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+        per_node = config.gpus_per_node
         self.bytes: dict[Region, int] = {r: n // per_node for r, n in sizes.node.items()}
         traffic = sizes.host_optimizer * c.CPU_ADAM_TRAFFIC.value
         self.optimizer_seconds = traffic / c.CPU_ADAM_SPEED.value

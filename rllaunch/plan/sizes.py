@@ -90,7 +90,7 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
     trainer = _Trainer(config, architecture)
     engine = _Engine(config, architecture)
     stages = trainer.stages()
-    per_node = config.cluster.num_gpus_per_node or config.hardware.gpus_per_node
+    per_node = config.gpus_per_node
     ranks = _stage_of_each_rank(config, len(stages))
     nodes = [ranks[i : i + per_node] for i in range(0, len(ranks), per_node)]
     engine_gpu = engine.regions()

@@ -353,9 +353,14 @@ class LaunchConfig(BaseSettings):
         return (init_settings,)
 
     @property
+    def gpus_per_node(self) -> int:
+        """GPUs used on each node."""
+        return self.cluster.num_gpus_per_node or self.hardware.gpus_per_node
+
+    @property
     def world_size(self) -> int:
         """GPUs of the whole launch."""
-        return self.cluster.num_nodes * (self.cluster.num_gpus_per_node or self.hardware.gpus_per_node)
+        return self.cluster.num_nodes * self.gpus_per_node
 
     @property
     def has_critic(self) -> bool:

@@ -67,7 +67,7 @@ def run(inputs: RunInputs, record: RunDirectory, watcher: Watcher, say: Callable
             workers,
             record,
             watcher,
-            inputs.config.cluster.num_gpus_per_node or 1,
+            inputs.config.gpus_per_node,
             inputs.plan,
         )
         record.open(workers.first_rollout)
@@ -246,7 +246,7 @@ def _start(
     from rllaunch.run.train_group import TrainerRank, TrainGroup
 
     config = inputs.config
-    per_node = config.cluster.num_gpus_per_node or 1
+    per_node = config.gpus_per_node
     group, bundles = place(config)
     started.append(group)
     on_gpu = "GPU" in bundle_of(config)

@@ -26,7 +26,7 @@ def place(config: LaunchConfig) -> tuple[PlacementGroup, list[int]]:
     Raises:
         EnvironmentProblem: the cluster has not enough nodes with enough free slots; with a table.
     """
-    nodes, per_node = config.cluster.num_nodes, config.cluster.num_gpus_per_node or 1
+    nodes, per_node = config.cluster.num_nodes, config.gpus_per_node
     bundle = bundle_of(config)
     require(config, bundle)
     group = placement_group([bundle] * (nodes * per_node), strategy="PACK")
@@ -52,7 +52,7 @@ def place(config: LaunchConfig) -> tuple[PlacementGroup, list[int]]:
 
 def require(config: LaunchConfig, bundle: dict[str, float]) -> None:
     """Raises EnvironmentProblem if too few nodes have the free resources that the launch needs of each."""
-    nodes, per_node = config.cluster.num_nodes, config.cluster.num_gpus_per_node or 1
+    nodes, per_node = config.cluster.num_nodes, config.gpus_per_node
     free = _free_by_node()
     enough = [n for n in free if all(n["free"].get(r, 0.0) >= amount * per_node for r, amount in bundle.items())]
     if len(enough) < nodes:

@@ -68,7 +68,7 @@ class TrainerRank:
         self._ledgers = contextlib.ExitStack()
 
     def build(self, context: LaunchContext, slot: Slot, target: str) -> None:
-        if slot.index % (context.config.cluster.num_gpus_per_node or 1) == 0 and not is_held(Path(slot.ledger_dir)):
+        if slot.index % context.config.gpus_per_node == 0 and not is_held(Path(slot.ledger_dir)):
             # The driver is on another node: on this one nobody else would clear up.
             self._ledgers.enter_context(hold(Path(slot.ledger_dir)))
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)

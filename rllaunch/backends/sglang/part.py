@@ -61,7 +61,7 @@ class NodePart:
             index, count = self.slot.index, self.context.num_slots
             if count > MAX_SLOTS_APART:
                 # Engines of different nodes may have the same ports.
-                count = self.context.config.cluster.num_gpus_per_node or 1
+                count = self.context.config.gpus_per_node
                 index %= count
             self._ports = find_ports(index, count, self.slot.ledger_dir)
         return self._ports
@@ -162,7 +162,7 @@ class NodePart:
 def slots_of_engine(context: LaunchContext, slot: Slot) -> Sequence[Slot]:
     """All slots of the engine that has this one, on all its nodes."""
     size = context.config.rollout.rollout_num_gpus_per_engine
-    per_node = context.config.cluster.num_gpus_per_node or 1
+    per_node = context.config.gpus_per_node
     first = slot.index - slot.index % size
     node_of = {i: slot.node + i // per_node - slot.index // per_node for i in range(first, first + size)}
     return [replace(slot, index=index, node=node) for index, node in node_of.items()]

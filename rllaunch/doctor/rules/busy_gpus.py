@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.gpus import VISIBLE, Gpu, GpuNode, numbers, read_node
-from rllaunch.doctor.numbers import either, gpus_per_node
+from rllaunch.doctor.numbers import either
 from rllaunch.doctor.rules.host_memory import runs_here
 from rllaunch.plan.choose import Unknown, plan_launch
 from rllaunch.resolve.origins import Resolved
@@ -20,7 +20,7 @@ def check_busy(resolved: Resolved, node: GpuNode) -> Iterator[Finding]:
     """Whether the visible GPUs are free: a warning with who holds them, an error where the plan then does not fit."""
     if resolved.config.hardware.accelerator != "cuda":
         return
-    used = node.visible[: gpus_per_node(resolved.config)]
+    used = node.visible[: resolved.config.gpus_per_node]
     busy = [gpu for gpu in used if gpu.used_bytes >= BUSY_BYTES]
     if not busy:
         return

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from threading import Thread
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.doctor.numbers import either, gpus_key, gpus_per_node, plural
+from rllaunch.doctor.numbers import either, gpus_key, plural
 from rllaunch.resolve.origins import Resolved, show_value
 
 ADDRESS = "cluster.ray_address"
@@ -33,7 +33,7 @@ def _check_size(resolved: Resolved) -> Iterator[Finding]:
     if address not in ("", "local"):
         return
     config = resolved.config
-    nodes, per_node = config.cluster.num_nodes, gpus_per_node(config)
+    nodes, per_node = config.cluster.num_nodes, config.gpus_per_node
     join = "--ray-address HOST:PORT of a running cluster"
     if config.hardware.accelerator == "cpu":
         if nodes > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.doctor.numbers import decided_int, either, gpus_key, gpus_per_node, plural, undo
+from rllaunch.doctor.numbers import decided_int, either, gpus_key, plural, undo
 from rllaunch.resolve.origins import Resolved
 
 
@@ -24,7 +24,7 @@ def _check_per_node(resolved: Resolved) -> Iterator[Finding]:
     config = resolved.config
     if not config.handoff.colocate:
         return
-    per_node, on_board = gpus_per_node(config), config.hardware.gpus_per_node
+    per_node, on_board = config.gpus_per_node, config.hardware.gpus_per_node
     actor_gpus, actor_nodes = config.cluster.actor_num_gpus_per_node, config.cluster.actor_num_nodes
     gpus = gpus_key(resolved)
     differ = actor_gpus is not None and actor_gpus != per_node

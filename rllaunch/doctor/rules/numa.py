@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.gpus import GpuNode, numbers, read_node
-from rllaunch.doctor.numbers import gpus_per_node
 from rllaunch.doctor.rules.cluster import ray_address
 from rllaunch.resolve.limits import ROOT
 from rllaunch.resolve.origins import Resolved
@@ -29,7 +28,7 @@ def check_numa(resolved: Resolved, node: GpuNode, root: Path = ROOT) -> Iterator
         return
     status = _status(root)
     near: dict[int, list[int]] = {}
-    for gpu in node.visible[: gpus_per_node(resolved.config)]:
+    for gpu in node.visible[: resolved.config.gpus_per_node]:
         number = _number(root / "sys/bus/pci/devices" / gpu.pci_address / "numa_node") if gpu.pci_address else None
         if number in processors:
             near.setdefault(number, []).append(gpu.index)

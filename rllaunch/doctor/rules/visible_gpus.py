@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.gpus import VISIBLE, GpuNode, numbers, read_node
-from rllaunch.doctor.numbers import either, gpus_key, gpus_per_node, plural
+from rllaunch.doctor.numbers import either, gpus_key, plural
 from rllaunch.doctor.rules.cluster import ray_address
 from rllaunch.resolve.detect import visible_devices
 from rllaunch.resolve.origins import Resolved, show_value
@@ -40,7 +40,7 @@ def check_visible(resolved: Resolved, node: GpuNode, visible: str | None) -> Ite
 
 
 def _check_variable(resolved: Resolved, node: GpuNode, visible: str) -> Iterator[Finding]:
-    wanted, there, shown = gpus_per_node(resolved.config), len(node.gpus), len(node.shown)
+    wanted, there, shown = resolved.config.gpus_per_node, len(node.gpus), len(node.shown)
     origin = f"{VISIBLE} = {show_value(visible)}   this environment"
     all_of_them = f"this machine has {numbers(range(there))}"
     suffices = f"{VISIBLE}={','.join(map(str, range(wanted)))}" if wanted <= there else ""
