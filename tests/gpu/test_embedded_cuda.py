@@ -5,9 +5,7 @@ python -m pytest -m gpu tests/gpu -s        (any CUDA GPU with 8 GiB free; -s sh
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,13 +29,6 @@ LARGE = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A memory-backed directory, as a run's ledgers have: pages of a plain file cannot be pinned everywhere."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 def lived(options: HandoffOptions, directory: Path, device: str) -> tuple[list[dict[str, float]], str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +28,6 @@ LARGE = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A memory-backed directory, as a run's ledgers have: pages of a plain file cannot be pinned everywhere."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture

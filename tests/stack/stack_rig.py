@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from rllaunch.backends.base import LaunchContext, RankInfo
@@ -88,6 +89,21 @@ def free_port() -> int:
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
+"""Figures of two rollouts, and what an update then sends."""
+
+
+def assert_trained_alike(name: str, got: Trained, want: Trained, *, rel: float, abs_: float) -> None:
+    (figures, sent), (want_figures, want_sent) = got, want
+    for rollout in range(2):
+        assert figures[rollout].keys() == want_figures[rollout].keys(), name
+        for figure, value in want_figures[rollout].items():
+            assert figures[rollout][figure] == pytest.approx(value, rel=rel, abs=abs_), f"{name}: {figure}"
+    assert sent.keys() == want_sent.keys()
+    for tensor_name, tensor in want_sent.items():
+        torch.testing.assert_close(sent[tensor_name], tensor, rtol=rel, atol=abs_, msg=f"{name}: {tensor_name}")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from rig import QWEN3, make_batch, make_context, sent_by
 from stack_process import run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, free_port
+from stack_rig import DEEPSEEK, assert_trained_alike, free_port
 from test_megatron_trainer import (
     DISPATCHER,
     FAMILIES,
@@ -240,12 +240,6 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
             trainer = started(MegatronTrainer, make_context(**sections))
             figures = [dict(trainer.train(with_padding_sampled(trainer.context, i)).values) for i in range(2)]
             alone[key] = figures, sent_by(trainer)
-        want, want_sent = alone[key]
         (figures, sent, _), (others, _, _) = (rank[name] for rank in ranks)
         assert figures == others, f"{name}: every rank reports the same"
-        for rollout in range(2):
-            for figure, value in want[rollout].items():
-                assert figures[rollout][figure] == pytest.approx(value, rel=1e-3, abs=1e-5), f"{name}: {figure}"
-        assert sent.keys() == want_sent.keys()
-        for tensor_name, tensor in want_sent.items():
-            torch.testing.assert_close(sent[tensor_name], tensor, rtol=1e-3, atol=1e-5, msg=f"{name}: {tensor_name}")
+        assert_trained_alike(name, (figures, sent), alone[key], rel=1e-3, abs_=1e-5)

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, critic_of, free_port
+from stack_rig import DEEPSEEK, assert_trained_alike, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
@@ -441,17 +441,11 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
             trainer = started(MegatronTrainer, launch("kl", architecture=architecture))
             figures = [dict(trainer.train(with_padding_sampled(trainer.context, i)).values) for i in range(2)]
             alone[key] = figures, sent_by(trainer)
-        want, want_sent = alone[key]
         (figures, sent, sent_bytes), (others, not_sent, none_bytes) = (rank[name] for rank in ranks)
         assert figures == others, f"{name}: every rank reports the same"
         assert (not_sent, none_bytes) == ({}, 0)
         assert sent_bytes > 0
-        for rollout in range(2):
-            for figure, value in want[rollout].items():
-                assert figures[rollout][figure] == pytest.approx(value, rel=2e-3, abs=2e-4), f"{name}: {figure}"
-        assert sent.keys() == want_sent.keys()
-        for tensor_name, tensor in want_sent.items():
-            torch.testing.assert_close(sent[tensor_name], tensor, rtol=2e-3, atol=2e-4, msg=f"{name}: {tensor_name}")
+        assert_trained_alike(name, (figures, sent), alone[key], rel=2e-3, abs_=2e-4)
 
 
 TIED = {**TWO_GROUPS, "tie_word_embeddings": True}
@@ -549,14 +543,7 @@ def test_two_ranks_in_any_layout_train_a_critic_as_the_embedded_trainer_does(sta
         want = [dict(trainer.train(with_padding_sampled(trainer.context, i)).values) for i in range(2)]
         (figures, weights, _), (others, _, _) = (rank[name] for rank in ranks)
         assert figures == others, f"{name}: every rank reports the same"
-        for rollout in range(2):
-            assert figures[rollout].keys() == want[rollout].keys()
-            for figure, value in want[rollout].items():
-                assert figures[rollout][figure] == pytest.approx(value, rel=2e-3, abs=2e-4), f"{name}: {figure}"
-        want_weights = weights_of(trainer)
-        assert weights.keys() == want_weights.keys()
-        for tensor_name, tensor in want_weights.items():
-            torch.testing.assert_close(weights[tensor_name], tensor, rtol=2e-3, atol=2e-4, msg=f"{name}: {tensor_name}")
+        assert_trained_alike(name, (figures, weights), (want, weights_of(trainer)), rel=2e-3, abs_=2e-4)
 
 
 @pytest.mark.parametrize(
