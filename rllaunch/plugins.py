@@ -128,39 +128,29 @@ class Plugins:
         """Backends of the `trainer` or the `rollout` side, by name."""
         from rllaunch.backends.base import BackendSpec
 
-        hook = f"rllaunch_{side}_backends"
-        found: dict[str, BackendSpec] = {}
-        owner: dict[str, str] = {}
-        for info, specs in self._ask(hook):
-            for spec in self._items(info, hook, specs, _is_a(BackendSpec, "name"), "a list of BackendSpec"):
-                if spec.name in found:
-                    self._blame(
-                        info,
-                        f"{side} backend name {spec.name!r} is taken by {owner[spec.name]}",
-                        info.label,
-                        "give the backend another name, or uninstall one of the two plugins",
-                    )
-                    continue
-                found[spec.name], owner[spec.name] = spec, info.label
-        return found
+        specs = self._by_name(f"rllaunch_{side}_backends", BackendSpec, f"{side} backend name", "backend")
+        return {name: spec for name, (_, spec) in specs.items()}
 
     def exporters(self) -> dict[str, tuple[PluginInfo, Exporter]]:
         """Targets of `rllaunch export` by name, each with the plugin that brings it."""
         from rllaunch.export import Exporter
 
-        hook = "rllaunch_exporters"
-        found: dict[str, tuple[PluginInfo, Exporter]] = {}
-        for info, exporters in self._ask(hook):
-            for exporter in self._items(info, hook, exporters, _is_a(Exporter, "name"), "a list of Exporter"):
-                if exporter.name in found:
+        return self._by_name("rllaunch_exporters", Exporter, "export target", "target")
+
+    def _by_name(self, hook: str, kind: type[Any], what: str, short: str) -> dict[str, tuple[PluginInfo, Any]]:
+        """What a hook brings, each under its name with the first plugin that has it; every further one is blamed."""
+        found: dict[str, tuple[PluginInfo, Any]] = {}
+        for info, items in self._ask(hook):
+            for item in self._items(info, hook, items, _is_a(kind, "name"), f"a list of {kind.__name__}"):
+                if item.name in found:
                     self._blame(
                         info,
-                        f"export target {exporter.name!r} is taken by {found[exporter.name][0].label}",
+                        f"{what} {item.name!r} is taken by {found[item.name][0].label}",
                         info.label,
-                        "give the target another name, or uninstall one of the two plugins",
+                        f"give the {short} another name, or uninstall one of the two plugins",
                     )
                     continue
-                found[exporter.name] = (info, exporter)
+                found[item.name] = (info, item)
         return found
 
     def observers(self, config: LaunchConfig, run_dir: Path) -> list[tuple[PluginInfo, RunObserver]]:
