@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from rllaunch.backends.base import MemoryReading
+from rllaunch.resolve.detect import visible_devices
 
 # NVML answers in about a millisecond; a handoff moves tens of GiB a second.
 SAMPLE_SECONDS = 0.02
@@ -99,27 +100,17 @@ def node_bytes() -> int:
         return int(memory.total - memory.available)
 
 
-def host_bytes_of(pids: Sequence[int]) -> int:
-    """Host RAM of these processes, what they share with others in parts (PSS); slow where much is pinned."""
-    total = 0
-    for pid in pids:
-        try:
-            total += int(psutil.Process(pid).memory_full_info().pss)
-        except (psutil.Error, AttributeError):
-            continue
-    return total
-
-
 def gpu_of_process(environ: Mapping[str, str] = os.environ) -> str:
     """UUID of the first GPU this process may use; empty where there is none or nothing says."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        visible = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-        if visible.startswith("GPU-"):
-            return visible
-        found = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(visible or "0")))
-        return found if isinstance(found, str) else found.decode()
-    except (ValueError, pynvml.NVMLError):
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    except pynvml.NVMLError:
         return ""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        uuids = [uuids[index] for index in visible_devices(visible, uuids)]
+    return next(iter(uuids), "")
