@@ -8,6 +8,13 @@ from collections.abc import Iterator
 from rllaunch.errors import RllaunchError, RunError
 
 
+def own(err: RllaunchError) -> RllaunchError:
+    """Of an error that Ray raised, ours: Ray makes a class of ours and its own, which has not the three parts and does
+    not travel once more."""
+    cause = getattr(err, "cause", None)
+    return cause if isinstance(cause, RllaunchError) else err
+
+
 @contextlib.contextmanager
 def told(who: str = "a worker process") -> Iterator[None]:
     """Around calls of Ray that raise what an actor raised.
@@ -20,9 +27,7 @@ def told(who: str = "a worker process") -> Iterator[None]:
     try:
         yield
     except RllaunchError as err:
-        # Ray raises a class made of ours and its own; only ours has the three parts.
-        cause = getattr(err, "cause", None)
-        raise (cause if isinstance(cause, RllaunchError) else err) from None
+        raise own(err) from None
     except RayTaskError as err:
         cause = err.cause
         if isinstance(cause, RllaunchError):

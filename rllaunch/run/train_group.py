@@ -28,6 +28,7 @@ from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
 from rllaunch.run.ledgers import hold, is_held
 from rllaunch.run.steps import run_steps
+from rllaunch.run.told import own
 
 
 class ManagerSink:
@@ -139,8 +140,7 @@ class TrainerRank:
         try:
             sent = self.backend.update_weights(version, sink)
         except RllaunchError as err:
-            # Ray raises a class made of ours and its own, which does not travel once more.
-            return sink.results, cause if isinstance(cause := getattr(err, "cause", None), RllaunchError) else err
+            return sink.results, own(err)
         if not sent:
             # A rank that sends nothing is done while rank 0 and the engines are at it: what it would read
             # of the memory is some moment between.
