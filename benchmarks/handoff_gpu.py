@@ -208,22 +208,11 @@ def _ceiling() -> tuple[float, float]:
     """Bytes a second of one pinned copy of 4 GiB: to the host, to the GPU."""
     import torch
 
-    on_host = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
-    on_gpu = torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
-    rates = []
-    for target, source in ((on_host, on_gpu), (on_gpu, on_host)):
-        best = 0.0
-        for _ in range(3):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            best = max(best, on_gpu.numel() / (time.perf_counter() - started))
-        rates.append(best)
-    del on_host, on_gpu
+    from rllaunch.backends.measure import measure_gpu
+
+    rates = measure_gpu(0, 4 * GIB)
     torch.cuda.empty_cache()
-    torch._C._host_emptyCache()
-    return rates[0], rates[1]
+    return rates["to_host"], rates["to_gpu"]
 
 
 class Trainer:

@@ -114,8 +114,9 @@ def _comment(text: str) -> list[str]:
 def toml(value: Any) -> str:
     """A value as TOML writes it, whatever its text holds."""
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        import tomlkit
+
+        return tomlkit.string(value).as_string()
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, float) and value >= 1e9:

@@ -126,6 +126,15 @@ class _Marker:
     whole: list[str] = field(default_factory=list)
     """Regions of the holder whose content is complete."""
 
+    @classmethod
+    def read(cls, page: bytes) -> _Marker:
+        text = page.rstrip(b"\0")
+        return cls(**json.loads(text)) if text else cls()
+
+
+def _arena_path(slot: Slot) -> Path:
+    return Path(slot.ledger_dir) / f"arena-{slot.index}.bin"
+
 
 _MAPPED: dict[Path, SharedFile] = {}
 
@@ -145,7 +154,7 @@ class Arena:
     def __init__(self, slot: Slot, pool: Pool, nbytes: int, *, is_pinned: bool = False) -> None:
         self.name = f"slot{slot.index}"
         self.nbytes = nbytes
-        self._path = Path(slot.ledger_dir) / f"arena-{slot.index}.bin"
+        self._path = _arena_path(slot)
         self._pool = pool
         self._is_pinned = is_pinned
         self._file: SharedFile | None = None
@@ -237,21 +246,18 @@ class Arena:
         page = self._mapped().bytes[: self._PAGE_BYTES].numpy()
         with open(self._path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            text = page.tobytes().rstrip(b"\0")
-            marker = _Marker(**json.loads(text)) if text else _Marker()
+            marker = _Marker.read(page.tobytes())
             yield marker
             page[:] = memoryview(json.dumps(asdict(marker)).encode().ljust(self._PAGE_BYTES, b"\0"))
 
 
 def lies_in_arena(slot: Slot, owner: str, region: Region) -> bool:
     """Whether `region` of `owner` lies whole in a slot's arena; for who uses no arena itself."""
-    path = Path(slot.ledger_dir) / f"arena-{slot.index}.bin"
     try:
-        with path.open("rb") as file:
-            text = file.read(Arena._PAGE_BYTES).rstrip(b"\0")
+        with _arena_path(slot).open("rb") as file:
+            marker = _Marker.read(file.read(Arena._PAGE_BYTES))
     except FileNotFoundError:
         return False
-    marker = _Marker(**json.loads(text)) if text else _Marker()
     return marker.holder == owner and region in marker.whole
 
 

@@ -84,8 +84,7 @@ class MegatronTrainer:
         """Before `init` what the plan says, after it what is there."""
         sizes: dict[Region, int] = {r: region.nbytes for r, region in self._regions.items()}
         if not sizes:
-            architecture = read_architecture(self._facts, "model.architecture")
-            planned = sizes_of(self.context.config, architecture).gpu
+            planned = self._planned()
             sizes = {"params": planned["params"], "optimizer": planned["optimizer"], "grads": planned["grads"]}
         return sizes | {"update_bucket": self._bucket_bytes}
 
@@ -158,8 +157,11 @@ class MegatronTrainer:
         """What the arena must hold of the slot's engine: its weights as planned, and a bit."""
         if not self.context.options.has_mirror:
             return 0
-        architecture = read_architecture(self._facts, "model.architecture")
-        return sizes_of(self.context.config, architecture).gpu["weights"] * 11 // 10
+        return self._planned()["weights"] * 11 // 10
+
+    def _planned(self) -> Mapping[Region, int]:
+        """Of one GPU, by the plan."""
+        return sizes_of(self.context.config, read_architecture(self._facts, "model.architecture")).gpu
 
     # -- handoff -----------------------------------------------------------------------------------
 
