@@ -104,7 +104,16 @@ DISTRIBUTED_HOST = Constant(
     "what is neither backup nor mirror nor one of the processes above: 157 to 182 GB with those processes on 8 × H200 "
     "(radixark/miles#3089), about 180 GB beside the trainers on 8 × H100 (THUDM/slime#1851), up to 170 GB on 4 × GB300 "
     "(radixark/miles#1572): communicators, page cache, the heap of loaders. 0.4 GB with 0.4 B parameters on 2 × H200, "
-    "page cache not counted (own measurement, benchmarks/results)",
+    "page cache not counted (own measurement, benchmarks/results). A small model takes less: at most "
+    "`COMMUNICATORS_HOST` and the weights a rank loads, once in float32",
+)
+COMMUNICATORS_HOST = Constant(
+    2 * GB,
+    0.4 * GB,
+    4 * GB,
+    "bytes a GPU of a launch with several",
+    "the part of `DISTRIBUTED_HOST` that does not grow with the model: 0.4 GB with 0.4 B parameters on 2 × H200 (own "
+    "measurement, benchmarks/results)",
 )
 UPDATE_HEAP = Constant(
     0.8,

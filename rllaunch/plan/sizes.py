@@ -602,7 +602,7 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
     static = {"processes": int(processes + c.NODE_BASE.value)}
     params = sum(stage.actor_bytes for stage in ranks)
     if config.world_size > 1:
-        static["distributed"] = int(count * c.DISTRIBUTED_HOST.value)
+        static["distributed"] = sum(map(_distributed_host, ranks))
         static["update_heap"] = int(c.UPDATE_HEAP.value * params)
     if parameters := trainer.host_optimizer(ranks):
         static |= trainer.on_host(parameters)
@@ -611,6 +611,12 @@ def _static_host(config: LaunchConfig, trainer: _Trainer, ranks: Sequence[Stage]
     if has_reference and not config.has_lora:  # with LoRA the base is the reference
         static["reference"] = params
     return static
+
+
+def _distributed_host(stage: Stage) -> int:
+    """What a rank's communicators, loaders and page cache take: large models' measure, or less where less is loaded."""
+    loaded = c.COMMUNICATORS_HOST.value + 4 * stage.parameters
+    return int(min(c.DISTRIBUTED_HOST.value, loaded))
 
 
 def object_store_bytes(config: LaunchConfig) -> int:

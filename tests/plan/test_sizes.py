@@ -405,3 +405,16 @@ def test_more_data_parallel_ranks_divide_the_optimizer_and_nothing_else(name: st
     assert many.gpu["params"] == few.gpu["params"]
     assert many.gpu["grads"] == few.gpu["grads"]
     assert 0 <= many.stages[0].shard * 2**doublings - few.stages[0].shard <= 2 * 2**doublings
+
+
+# -- host, what is always there ----------------------------------------------------------------------
+
+
+def test_ranks_that_load_little_are_not_counted_at_what_large_models_were_seen_to_hold():
+    pair = sizes("--model qwen3-0.6b --hardware H200 --num-nodes 1 --num-gpus-per-node 2")
+    # 2 × H200 held 0.4 GB a GPU (benchmarks/results/2026-11-29-handoff-h200.md).
+    assert pair.static_host["distributed"] == 2 * (2e9 + 4 * 596_049_920)
+    assert sizes(MOE).static_host["distributed"] == 8 * 17e9
+    assert (
+        "distributed" not in sizes("--model qwen3-0.6b --hardware H200 --num-nodes 1 --num-gpus-per-node 1").static_host
+    )
