@@ -20,10 +20,11 @@ from rllaunch.testing.project import Project, Result, rllaunch_project
 
 if TYPE_CHECKING:
     from rllaunch.testing.conformance import RolloutConformance, TrainerConformance
+    from rllaunch.testing.own_process import in_own_process
 
 pytest.register_assert_rewrite("rllaunch.testing.conformance")
 
-__all__ = ["Project", "Result", "RolloutConformance", "TrainerConformance", "rllaunch_project"]
+__all__ = ["Project", "Result", "RolloutConformance", "TrainerConformance", "in_own_process", "rllaunch_project"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from rllaunch.testing import conformance
 
         return getattr(conformance, name)
+    if name == "in_own_process":
+        from rllaunch.testing import own_process
+
+        return own_process.in_own_process
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from rllaunch.backends.embedded.engine import EmbeddedEngine
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
-from rllaunch.testing import RolloutConformance, TrainerConformance
+from rllaunch.testing import RolloutConformance, TrainerConformance, in_own_process
 from rllaunch.testing.conformance import Conformance
 
 
@@ -24,6 +25,33 @@ class TestEmbeddedTrainer(TrainerConformance):
 
 class TestEmbeddedEngine(RolloutConformance):
     factory = EmbeddedEngine
+
+
+# -- in a process of its own ------------------------------------------------------------------------------
+
+
+class FailsInItsLibrary(EmbeddedTrainer):
+    def train(self, batch: TrainBatch) -> TrainMetrics:
+        raise ValueError("no such kernel")
+
+    def clear_memory(self) -> None:
+        os._exit(9)
+
+
+def test_a_backend_in_a_process_of_its_own_is_called_as_if_it_were_here(tmp_path: Path):
+    suite: Any = type("Suite", (TrainerConformance,), {"factory": staticmethod(in_own_process(FailsInItsLibrary))})()
+    here: Any = type("Suite", (TrainerConformance,), {"factory": EmbeddedTrainer})()
+    trainer, twin = suite.started(tmp_path / "it"), here.started(tmp_path / "twin")
+    assert trainer.region_bytes() == twin.region_bytes()
+    assert suite.sent(trainer) == here.sent(twin), "the sink's calls come back"
+    with pytest.raises(RuntimeError, match="ValueError: no such kernel"):
+        trainer.train(suite.batch(suite.context()))
+    trainer.offload()
+    with pytest.raises(RunError, match="while params is offloaded"):
+        trainer.save(str(tmp_path))
+    with pytest.raises(RunError, match="exit code 9"):
+        trainer.clear_memory()
+    twin.shutdown()
 
 
 # -- backends that break one promise each --------------------------------------------------------------
