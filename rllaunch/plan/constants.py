@@ -174,12 +174,18 @@ SAVER_PIN = Constant(
 SAVER_UNPIN = Constant(
     6.5 * GIB,
     4.1 * GIB,
-    7.6 * GIB,
+    9.2 * GIB,
     "bytes a second",
     "torch_memory_saver's resume from pages freed after it, one H200 (own measurement)",
 )
 UPDATE_SPEED = Constant(
-    60 * GIB, 26 * GIB, 75 * GIB, "bytes a second", "flattened buckets over CUDA IPC on one H200 (own measurement)"
+    27 * GIB,
+    14 * GIB,
+    44 * GIB,
+    "bytes a second",
+    "buckets over CUDA IPC, filled over the link from what was just offloaded: 24 to 27 in most cells of 2.6 B and 4 B "
+    "parameters on one H200, 38 to 44 where something lies between the offload and the update, 14 to 23 with 0.6 B (own "
+    "measurement, benchmarks/results)",
 )
 CPU_ADAM_SPEED = Constant(
     60 * GB,
