@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import psutil
 
 from rllaunch.backends.base import MemoryReading
 from rllaunch.resolve.detect import visible_devices
+from rllaunch.resolve.limits import ROOT, USAGE_FILES, Cgroup, limiting_cgroup
 
 # NVML answers in about a millisecond; a handoff moves tens of GiB a second.
 SAMPLE_SECONDS = 0.02
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class GpuMemory:
@@ -86,18 +87,36 @@ class GpuMemory:
         self._stop.set()
 
 
-def node_bytes() -> int:
-    """Host RAM in use: of the container where there is one, else of the machine.
+def node_bytes(root: Path = ROOT) -> int:
+    """Host RAM in use: of the cgroup whose limit the job meets first, where there is one, else of the machine.
 
     Pinned and shared memory count; files that are merely cached do not, the kernel drops them for who needs memory.
     """
-    try:
-        current = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-        return current - max(0, int(stat["file"]) - int(stat["shmem"]))
-    except (OSError, ValueError, KeyError):
-        memory = psutil.virtual_memory()
-        return int(memory.total - memory.available)
+    if (cgroup := _cgroup(root)) is not None:
+        try:
+            return _used(cgroup)
+        except (OSError, ValueError, KeyError):
+            pass
+    memory = psutil.virtual_memory()
+    return int(memory.total - memory.available)
+
+
+@cache
+def _cgroup(root: Path) -> Cgroup | None:
+    """Looked up once: it is asked for fifty times a second."""
+    return limiting_cgroup(root)
+
+
+# Of a cgroup and those below it: version 1 sums them up under names of their own.
+_FILE_AND_SHARED = {"v2": ("file", "shmem"), "v1": ("total_cache", "total_shmem")}
+
+
+def _used(cgroup: Cgroup) -> int:
+    current = int((cgroup.directory / USAGE_FILES[cgroup.version]).read_text(encoding="ascii"))
+    lines = (cgroup.directory / "memory.stat").read_text(encoding="ascii").splitlines()
+    stat = dict(line.split() for line in lines)
+    file, shared = _FILE_AND_SHARED[cgroup.version]
+    return current - max(0, int(stat[file]) - int(stat[shared]))
 
 
 def gpu_of_process(environ: Mapping[str, str] = os.environ) -> str:

@@ -184,8 +184,8 @@ UPDATE_SPEED = Constant(
     44 * GIB,
     "bytes a second",
     "buckets over CUDA IPC, filled over the link from what was just offloaded: 24 to 27 in most cells of 2.6 B and 4 B "
-    "parameters on one H200, 38 to 44 where something lies between the offload and the update, 14 to 23 with 0.6 B (own "
-    "measurement, benchmarks/results)",
+    "parameters on one H200, 38 to 44 where something lies between the offload and the update, 14 to 23 with 0.6 B "
+    "(own measurement, benchmarks/results)",
 )
 CPU_ADAM_SPEED = Constant(
     60 * GB,

@@ -39,12 +39,30 @@ def host_limits(root: Path = ROOT, environ: Mapping[str, str] | None = None) -> 
     Args:
         environ: where Slurm's variables are looked up; none by default.
     """
-    return [*_physical(root), *_cgroups(root), *_slurm(environ or {})]
+    return [*_physical(root), *(limit for limit, _ in _cgroups(root)), *_slurm(environ or {})]
 
 
 def host_limit(root: Path = ROOT, environ: Mapping[str, str] | None = None) -> HostLimit | None:
     """The smallest of `host_limits`, the first of equal ones; None where nothing can be read."""
     return min(host_limits(root, environ), key=lambda limit: limit.bytes, default=None)
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """A cgroup's directory and the version of its files."""
+
+    directory: Path
+    version: str
+
+
+def limiting_cgroup(root: Path = ROOT) -> Cgroup | None:
+    """The cgroup whose limit this process's job meets first; the topmost where none has a limit, None where none tells
+    its use (version 2 has no such file for the whole machine)."""
+    limited = min(_cgroups(root), key=lambda found: found[0].bytes, default=None)
+    if limited is not None:
+        return limited[1]
+    telling = [c for c in _own_cgroups(root) if (c.directory / USAGE_FILES[c.version]).is_file()]
+    return telling[-1] if telling else None
 
 
 # Physical memory
@@ -93,10 +111,20 @@ class _Mount:
 
 
 LIMIT_FILES = {"v2": "memory.max", "v1": "memory.limit_in_bytes"}
+USAGE_FILES = {"v2": "memory.current", "v1": "memory.usage_in_bytes"}
 
 
-def _cgroups(root: Path) -> Iterator[HostLimit]:
-    """The memory limit of this process's cgroup and of each one above it.
+def _cgroups(root: Path) -> Iterator[tuple[HostLimit, Cgroup]]:
+    """The memory limit of this process's cgroup and of each one above it."""
+    for cgroup in _own_cgroups(root):
+        file = cgroup.directory / LIMIT_FILES[cgroup.version]
+        text = _read(file).strip()
+        if text.isdecimal() and int(text) < UNLIMITED_V1:
+            yield HostLimit(int(text), f"cgroup {cgroup.version} limit in {file}"), cgroup
+
+
+def _own_cgroups(root: Path) -> Iterator[Cgroup]:
+    """This process's cgroup and those above it, lowest first.
 
     Each line of `/proc/self/cgroup` is `hierarchy:controllers:path`; version 2 is `0::path` (cgroups(7)).
     """
@@ -111,13 +139,8 @@ def _cgroups(root: Path) -> Iterator[HostLimit]:
         else:
             continue
         for mount in mounts:
-            if mount.version != version:
-                continue
-            for directory in _up_to(mount, path):
-                file = directory / LIMIT_FILES[version]
-                text = _read(file).strip()
-                if text.isdecimal() and int(text) < UNLIMITED_V1:
-                    yield HostLimit(int(text), f"cgroup {version} limit in {file}")
+            if mount.version == version:
+                yield from (Cgroup(directory, version) for directory in _up_to(mount, path))
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:

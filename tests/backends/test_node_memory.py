@@ -60,12 +60,41 @@ def test_the_share_of_some_processes_is_told_where_the_driver_tells_it(monkeypat
         gpus.stop()
 
 
-def test_host_memory_is_the_containers_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    current = tmp_path / "memory.current"
-    current.write_text("12345\n")
+@pytest.mark.parametrize(("limited", "used"), [("job", 12145), ("job/step", 500)])
+def test_host_memory_is_what_counts_against_the_limit_that_is_met_first(limited: str, used: int, tmp_path: Path):
+    mount = tmp_path / "sys/fs/cgroup"
+    (mount / "job/step").mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    (mount / limited / "memory.max").write_text("20000\n")
+    (mount / "job/memory.current").write_text("12345\n")
     # Of these bytes 200 are a cached file, which goes when memory is asked for; the rest of `file` is shared memory.
-    (tmp_path / "memory.stat").write_text("anon 11000\nfile 1345\nshmem 1145\n")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert node_bytes() == 12145
-    current.unlink()
-    assert 2**26 < node_bytes() < 2**50
+    (mount / "job/memory.stat").write_text("anon 11000\nfile 1345\nshmem 1145\n")
+    (mount / "job/step/memory.current").write_text("500\n")
+    (mount / "job/step/memory.stat").write_text("anon 500\nfile 0\nshmem 0\n")
+    assert node_bytes(tmp_path) == used
+
+
+def test_without_a_limit_all_of_the_container_counts(tmp_path: Path):
+    mount = tmp_path / "sys/fs/cgroup"
+    (mount / "step").mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/step\n")
+    for directory, used in ((mount, 900), (mount / "step", 300)):
+        (directory / "memory.current").write_text(f"{used}\n")
+        (directory / "memory.stat").write_text("file 0\nshmem 0\n")
+    assert node_bytes(tmp_path) == 900
+
+
+def test_host_memory_in_a_cgroup_of_version_1(tmp_path: Path):
+    job = tmp_path / "sys/fs/cgroup/memory/job"
+    job.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,memory:/job\n")
+    (job / "memory.usage_in_bytes").write_text("700\n")
+    (job / "memory.stat").write_text("cache 1\ntotal_cache 300\ntotal_shmem 250\n")
+    assert node_bytes(tmp_path) == 650
+
+
+def test_host_memory_without_cgroups_is_the_machines(tmp_path: Path):
+    assert 2**26 < node_bytes(tmp_path) < 2**50
