@@ -67,7 +67,7 @@ def advise(
     peak = choice.taken.plan.peak(tier)
     is_open = reopened(resolved)
     found = []
-    for values in _levers(resolved, choice):
+    for values in _levers(resolved, architecture, choice):
         made = changed(is_open, values | _followers(resolved, values))
         try:
             plan = choose(made, architecture, compare=False).taken.plan
@@ -82,7 +82,7 @@ def advise(
     return fitting + sorted((a for a in found if not a.fits), key=lambda advice: -advice.freed)
 
 
-def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
+def _levers(resolved: Resolved, architecture: Architecture, choice: Choice) -> Iterator[dict[str, Any]]:
     """What may be set by hand to hold less, the lightest change first."""
     config, options = resolved.config, choice.taken.plan.options
     may_be_gpu = options.offload_train and options.offload_rollout and not (options.critic or options.lora)
@@ -102,6 +102,7 @@ def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
         yield {"handoff.offload_train": True}
     if options.offload_rollout and not options.releases_weights:
         yield {"handoff.offload_rollout_level": ("kv_cache", "weight")}
+    yield from _wider_experts(config, architecture)
     yield {OPTIMIZER: not config.trainer.optimizer_cpu_offload}
     if config.trainer.recompute_granularity != "full":
         # Megatron refuses full recompute without a method.
@@ -110,6 +111,9 @@ def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
             "megatron.recompute_method": "uniform",
             "megatron.recompute_num_layers": 1,
         }
+    yield {"trainer.tensor_model_parallel_size": 2 * config.trainer.tensor_model_parallel_size}
+    if len(architecture.layers) % (stages := 2 * config.trainer.pipeline_model_parallel_size) == 0:
+        yield {"trainer.pipeline_model_parallel_size": stages}
     headroom = config.handoff.memory_headroom
     if (
         fraction := safe_fraction(choice.taken.plan, config, headroom=headroom)
@@ -123,6 +127,16 @@ def _levers(resolved: Resolved, choice: Choice) -> Iterator[dict[str, Any]]:
         if resolved.is_set("rollout.rollout_num_gpus") and config.rollout.rollout_num_gpus is not None:
             wider["rollout.rollout_num_gpus"] = config.rollout.rollout_num_gpus * factor
         yield wider
+
+
+def _wider_experts(config: LaunchConfig, architecture: Architecture) -> Iterator[dict[str, Any]]:
+    """Experts over twice and four times as many GPUs of a stage."""
+    trainer = config.trainer
+    stage = config.world_size // trainer.pipeline_model_parallel_size
+    for factor in (2, 4):
+        ep = factor * trainer.expert_model_parallel_size
+        if architecture.num_experts and architecture.num_experts % ep == 0 and stage % ep == 0:
+            yield {"trainer.expert_model_parallel_size": ep}
 
 
 def _followers(resolved: Resolved, values: Mapping[str, Any]) -> dict[str, Any]:

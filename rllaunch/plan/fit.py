@@ -114,6 +114,42 @@ def fit(
     return FitAnswer((), smaller, search.considered)
 
 
+def nearest_fit(
+    resolved: Resolved, architecture: Architecture, *, is_sound: Callable[[Resolved], bool]
+) -> Fitted | None:
+    """A likely layout on as many nodes that fits: experts over as many GPUs as they go, then the least TP · PP.
+
+    None where none of these does. A search of all layouts takes seconds on hundreds of GPUs; this is for a hint.
+    """
+    search, nodes = _Search(resolved, architecture), resolved.config.cluster.num_nodes
+    widest: dict[tuple[int, int], int] = {}
+    sizes: list[int] = []
+    for (tp, pp, ep), engines in layouts(resolved, architecture, nodes):
+        if pp in _LIKELY_STAGES and ep <= _MOST_EP:
+            widest[tp, pp] = max(ep, widest.get((tp, pp), 0))
+            sizes = engines
+    engine = next((n for n in sizes if _engine_has_room(resolved, architecture, nodes, n)), None)
+    if engine is None:
+        return None
+    ways = sorted(widest.items(), key=lambda way: (way[0][0] * way[0][1], way[0][1]))[:_MOST_WAYS]
+    for on_host in search.placements:
+        for (tp, pp), ep in ways:
+            for found in search.fitting(nodes, tp, pp, ep, [engine], on_host):
+                if is_sound(laid_out(resolved, found.layout)):
+                    return found
+    return None
+
+
+_LIKELY_STAGES, _MOST_EP, _MOST_WAYS = (1, 2, 4, 8, 16), 64, 12
+
+
+def _engine_has_room(resolved: Resolved, architecture: Architecture, nodes: int, gpus: int) -> bool:
+    """Whether the weights of an engine on so many GPUs leave half of each for the rest."""
+    made = laid_out(resolved, Layout(nodes, 1, 1, 1, 1, gpus, optimizer_on_host=False))
+    limit = limits_of(made.config).gpu
+    return limit is None or sizes_of(made.config, architecture).gpu["weights"] < limit / 2
+
+
 class _Search:
     """Layouts of one number of nodes after the other, and what the closest of those that do not fit lacks."""
 
@@ -122,6 +158,7 @@ class _Search:
         self.architecture = architecture
         self.considered = 0
         self.closest = ""
+        self._excess = math.inf
         # Where the optimizer may live, as asked for first.
         given = resolved.config.trainer.optimizer_cpu_offload
         self.placements = [given] if given or resolved.is_set(OPTIMIZER) else [False, True]
@@ -131,13 +168,13 @@ class _Search:
         self.closest, self._excess = "no layout divides", math.inf
         for (tp, pp, ep), engines in layouts(self.resolved, self.architecture, nodes):
             for on_host in self.placements:
-                fitting = list(self._engines(nodes, tp, pp, ep, engines, on_host))
+                fitting = list(self.fitting(nodes, tp, pp, ep, engines, on_host))
                 if fitting:
-                    here.append(min(fitting, key=self._engine_rank))
+                    here.append(min(fitting, key=self.engine_rank))
                     break
         return here
 
-    def _engine_rank(self, fitted: Fitted) -> tuple[bool, int]:
+    def engine_rank(self, fitted: Fitted) -> tuple[bool, int]:
         """The smallest engine whose KV cache holds its share of a rollout; else the largest."""
         config = self.resolved.config
         longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
@@ -147,9 +184,7 @@ class _Search:
         is_short = fitted.candidate.plan.sizes.tokens_in_kv < share
         return is_short, -engine if is_short else engine
 
-    def _engines(
-        self, nodes: int, tp: int, pp: int, ep: int, engines: Sequence[int], on_host: bool
-    ) -> Iterator[Fitted]:
+    def fitting(self, nodes: int, tp: int, pp: int, ep: int, engines: Sequence[int], on_host: bool) -> Iterator[Fitted]:
         """What fits of one trainer layout; none is planned whose state alone is too much for a GPU or a host."""
         cp = self.resolved.config.trainer.context_parallel_size
         for number, engine in enumerate(engines):

@@ -120,11 +120,27 @@ def test_a_gpu_that_is_too_small_names_the_first_step_and_the_worst(doctor: Any)
     )
 
 
-def test_where_no_single_change_is_enough_the_advice_says_so(doctor: Any):
-    _, found = doctor("--model qwen3-30b-a3b --hardware H100")
+@pytest.mark.parametrize(
+    "words", ["--model qwen3-30b-a3b --hardware H100", "--model deepseek-v3 --hardware H200 --num-nodes 16"]
+)
+def test_where_no_single_change_is_enough_a_layout_that_fits_is_named(doctor: Any, words: str):
+    code, found = doctor(words)
+    first = found.get("RL202") or found["RL201"]
+    said = [f["fix"] for f in found.values() if f["fix"].startswith("another layout fits: ")]
+    assert code == 4
+    assert first["level"] == "error"
+    assert len(said) == 1, "one finding looks for it"
+    flags = said[0].removeprefix("another layout fits: ").partition(" (")[0]
+    code, mended = doctor(f"{words} {flags}")
+    assert code == 0
+    assert not {"RL201", "RL202", "RL204"} & mended.keys()
+
+
+def test_where_no_layout_fits_the_advice_says_so(doctor: Any):
+    _, found = doctor("--model glm-4.5 --hardware H100 --num-nodes 1 --pipeline-model-parallel-size 1")
     fix = found["RL202"]["fix"]
-    assert fix.startswith("no single change is enough: --optimizer-cpu-offload frees ")
-    assert fix.endswith("; `rllaunch plan --fit` looks for a layout")
+    assert fix.startswith("no single change is enough: --expert-model-parallel-size 4 frees ")
+    assert fix.endswith("; `rllaunch plan --fit` shows all layouts")
     assert fix.count(" too much") == 3
 
 

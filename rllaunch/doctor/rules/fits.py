@@ -90,7 +90,11 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
         else "more nodes, or a larger machine; `rllaunch plan --fit` looks for a layout"
     )
     if told_ways and not fitting:
-        fix = f"no single change is enough: {fix}; `rllaunch plan --fit` looks for a layout"
+        broken = plan.first_break
+        # Where both tiers break, the first finding looks for a layout.
+        layout = _layout_that_fits(resolved) if broken is not None and broken.tier == tier else ""
+        fix = layout or f"no single change is enough: {fix}"
+        fix += "; `rllaunch plan --fit` shows all layouts"
     keys = [_LIMIT_KEYS[tier], ORDER, *(["handoff.train_memory_margin_bytes"] if tier == "gpu" else [])]
     yield rule.error(resolved, message, keys, fix)
 
@@ -98,6 +102,18 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
 def _advice(resolved: Resolved, choice: Choice, tier: Tier, enough: int) -> list[Advice]:
     """Changes that lower a peak, without those that another rule would refuse."""
     return advise(resolved, architecture_of(resolved), choice, tier, enough=enough, is_sound=is_sound)
+
+
+def _layout_that_fits(resolved: Resolved) -> str:
+    """A layout on as many nodes, told as its flags; empty where none of the likely ones fits."""
+    from rllaunch.plan.fit import nearest_fit
+
+    found = nearest_fit(resolved, architecture_of(resolved), is_sound=is_sound)
+    if found is None:
+        return ""
+    plan = found.candidate.plan
+    peaks = ", ".join(f"{gib(plan.peak(tier))} at the {tier}'s peak" for tier in _LIMIT_KEYS)
+    return f"another layout fits: {found.flags} ({peaks})"
 
 
 def is_sound(resolved: Resolved) -> bool:
