@@ -125,8 +125,13 @@ class Launch:
 
 def launch(request: Request) -> Launch:
     """Resolve a request with the plugins of this installation."""
-    plugins = load_plugins(profile_dirs=profile_dirs(request.profile_dirs, request.environ))
+    plugins = plugins_of(request)
     return Launch(plugins, resolve(request, plugins))
+
+
+def plugins_of(request: Request) -> Plugins:
+    """The plugins of this installation, and the user's own profiles that the request can see."""
+    return load_plugins(profile_dirs=profile_dirs(request.profile_dirs, request.environ))
 
 
 def plugin_findings(plugins: Plugins) -> list[Finding]:

@@ -15,10 +15,10 @@ from rllaunch import console
 from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.errors import EXIT_CONFIG, ConfigError, RllaunchError, UsageError
 from rllaunch.flags import take_flags, unknown_flag
-from rllaunch.pipeline import Launch
+from rllaunch.pipeline import Launch, plugins_of
 from rllaunch.plan.choose import Candidate, Unknown, plan_launch
 from rllaunch.plan.handoff import TIERS
-from rllaunch.plugins import Plugins, load_plugins
+from rllaunch.plugins import Plugins
 from rllaunch.resolve.origins import Origin, show_value
 from rllaunch.resolve.profiles import KINDS, Profile, flatten, nearest_profile
 from rllaunch.resolve.resolve import Layer, Request, Setting, known_keys, resolve
@@ -84,8 +84,8 @@ def diff(
 
     Flags stand for both, below what each says itself: rllaunch diff H100 H200 --model qwen3-30b-a3b.
     """
-    plugins = load_plugins()
     common = request_of(ctx)
+    plugins = plugins_of(common)
     sides = [_side(text.strip(), common, plugins) for text in (a, b)]
     _check_alike(*sides)
     changed = list(_changed(*sides))

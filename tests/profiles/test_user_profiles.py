@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_every_command_of_a_launch_takes_the_folder(rllaunch: Any, tmp_path: Pat
     result = rllaunch(command, *more, *words)
     assert result.code == 0, result.err
     assert rllaunch(command, *more, *words[:-2]).code == 3
+
+
+@pytest.mark.parametrize("side", ["mine", "mine.toml", "--model qwen3-0.6b --hardware mine", "run"])
+def test_a_comparison_takes_the_folder_in_every_way_to_name_a_launch(rllaunch: Any, tmp_path: Path, side: str):
+    put(tmp_path / "elsewhere")
+    words = ("--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", "elsewhere")
+    (tmp_path / "mine.toml").write_text('[model]\nname = "qwen3-0.6b"\n[hardware]\nname = "mine"\n', encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    config = rllaunch("resolve", *words, "--json").json()["config"]
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    other = "H100" if side == "mine" else "--model qwen3-0.6b --hardware H100"
+    result = rllaunch("diff", side, other, "--profile-dir", "elsewhere", "--json")
+    assert result.code == 0, result.err
+    changed = {row["key"]: row["a"]["value"] for row in result.json()["changed"]}
+    assert changed["hardware.host_memory_bytes"] == 10**12
+    assert rllaunch("diff", side, other).code in (2, 3)
 
 
 def test_a_value_of_the_users_profile_names_its_file_and_what_it_replaced(rllaunch: Any, tmp_path: Path):
