@@ -60,7 +60,7 @@ class Launch:
         """All findings: plugins and profiles that cannot be used, then every rule's."""
         rules = self.plugins.rules()
         backends = [f for side in ("trainer", "rollout") for f in self._backend_findings(side, probe)]
-        found = [*plugin_findings(self.plugins), *backends]
+        found = [*plugin_findings(self.plugins), *backends, *self._model_findings(probe)]
         found += diagnose(self.resolved, rules, probe=probe, gpu_test=gpu_test)
         return sorted(found, key=lambda f: (RANK[f.level], f.code))
 
@@ -92,6 +92,19 @@ class Launch:
             fix = "--dry-run shows what it would start, `rllaunch plan` whether it would fit"
             return [Finding("RL508", "error" if probe else "warning", text, where, fix)]
         return []
+
+    def _model_findings(self, probe: bool) -> list[Finding]:
+        """A model that the chosen trainer plans and does not build yet: known before any process starts."""
+        facts = self.config.model.architecture
+        if self.config.trainer.backend != "megatron" or "model_type" not in facts:
+            return []
+        from rllaunch.backends.megatron.shape import refusal_of
+
+        if (refusal := refusal_of(facts)) is None:
+            return []
+        text = f"{self.config.model.name} can be planned, checked and rehearsed, not trained yet: {refusal.what}"
+        where = (self.resolved.describe("model.architecture.model_type"), self.resolved.describe("trainer.backend"))
+        return [Finding("RL512", "error" if probe else "warning", text, where, refusal.fix)]
 
     def command(self) -> list[str]:
         """The explicit command: every key that some layer set to other than its default, as a flag.

@@ -19,6 +19,7 @@ LAUNCH_CODES = {
     "RL337": "no plugin brings the backend",
     "RL340": "prompts or reward cannot be used (not with --no-probe)",
     "RL508": "a backend that this version cannot start yet",
+    "RL512": "a model that the megatron trainer of this version does not build (a warning with --no-probe)",
 }
 _SECTION = re.compile(r"^(Args|Raises|Source):", re.MULTILINE)
 

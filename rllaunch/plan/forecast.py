@@ -162,15 +162,17 @@ def label_of(options: HandoffOptions) -> str:
 def limits_of(config: LaunchConfig) -> Limits:
     """What the hardware profile allows: GPU memory less the trainer's margin, and the node's host memory.
 
-    On the embedded backend the capacities of its pools.
+    On the embedded backend the capacities of its pools; where it computes on the CPU both are in host memory.
 
     Raises:
         ConfigError: the margin leaves nothing.
     """
-    if config.trainer.backend == "embedded":
-        pools = config.pools
-        return Limits(pools.device_capacity_bytes, pools.host_capacity_bytes)
     hardware, margin = config.hardware, config.handoff.train_memory_margin_bytes
+    if config.trainer.backend == "embedded":
+        pools, host = config.pools, hardware.host_memory_bytes
+        shared = None if host is None or hardware.accelerator != "cpu" else host
+        device = None if shared is None else shared // config.gpus_per_node
+        return Limits(pools.device_capacity_bytes or device, pools.host_capacity_bytes or shared)
     gpu = None if hardware.gpu_memory_bytes is None else hardware.gpu_memory_bytes - margin
     if gpu is not None and gpu <= 0:
         raise ConfigError(

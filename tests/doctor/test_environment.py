@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from doctor_cases import resolved_of
+from launches import resolved
 
 from rllaunch.doctor.engine import builtin_rules, diagnose, exit_code
 from rllaunch.doctor.finding import Finding
@@ -65,6 +66,7 @@ def test_looking_imports_neither_torch_nor_ray() -> None:
     script = """
         import sys
         from doctor_cases import resolved_of
+from launches import resolved
         from rllaunch.doctor.engine import builtin_rules, diagnose
         diagnose(resolved_of(), builtin_rules(), probe=True, gpu_test=True)
         print(sorted({"torch", "ray", "transformers", "sglang", "megatron.core"} & set(sys.modules)))
@@ -407,6 +409,16 @@ def test_what_firmware_and_kernel_keep_is_no_warning(tmp_path: Path) -> None:
         for finding in check_profile_memory(launch, machine=H100_NODE, root=machine_with(tmp_path, ram_gib))
     ]
     assert levels == ["info", "warning"]
+
+
+def test_on_a_cpu_whose_memory_nobody_stated_the_launch_itself_is_held_against_this_machine(tmp_path: Path) -> None:
+    launch = resolved("--model qwen3-8b --hardware cpu")
+    (finding,) = check_profile_memory(launch, machine=NO_GPU, root=machine_with(tmp_path / "small", 64))
+    # float32 weights, gradients, masters and moments, and the backup of all but the gradients: 8.19 B × 28 bytes.
+    assert (finding.code, finding.level) == ("RL509", "error")
+    assert finding.message == "a job here may use 64.0 GiB of host RAM, this launch needs 213.8 GiB in train"
+    assert check_profile_memory(launch, machine=NO_GPU, root=machine_with(tmp_path / "large", 1000)) == []
+    assert check_profile_memory(resolved("--model tiny --hardware cpu"), machine=NO_GPU, root=tmp_path / "small") == []
 
 
 def test_memory_of_a_machine_that_the_launch_does_not_run_on_says_nothing(

@@ -53,6 +53,11 @@ CASES: dict[str, tuple[str, set[str], str]] = {
     ),
     "RL207": (DENSE, {"RL207"}, f"{DENSE} --no-offload-train --no-offload-rollout"),
     "RL208": (CPU_ORDER, {"RL201", "RL208"}, f"{CPU_ORDER} --no-optimizer-cpu-offload"),
+    "RL210": (
+        "--model qwen3-8b --hardware cpu --set hardware.host_memory_bytes=25276510208",
+        {"RL210"},
+        "--model tiny --hardware cpu --set hardware.host_memory_bytes=25276510208",
+    ),
     "RL209": (f"{MOE} --num-nodes 2 --set env.RAY_memory_usage_threshold=0.2", {"RL209"}, f"{MOE} --num-nodes 2"),
 }  # fmt: skip
 
@@ -71,7 +76,7 @@ def test_a_launch_that_breaks_a_rule_is_told_so_and_the_mended_one_is_not(doctor
 
 def test_every_rule_about_memory_is_broken_by_a_case():
     codes = {rule.code for rule in builtin_rules() if rule.code.startswith("RL2")}
-    assert codes == {name[:5] for name in CASES} == {f"RL20{n}" for n in range(10)}
+    assert codes == {name[:5] for name in CASES} == {f"RL2{n:02}" for n in range(11)}
 
 
 # -- whole texts -----------------------------------------------------------------------------------

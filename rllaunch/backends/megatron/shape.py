@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rllaunch.errors import ConfigError, did_you_mean
+from rllaunch.errors import ConfigError
 from rllaunch.plan.sizes import padded_vocab
 
 _WHERE = "model.architecture"
@@ -107,13 +107,24 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(
             f"the megatron trainer does not build models of type {model_type!r}",
             f"{_WHERE}.model_type",
-            did_you_mean(str(model_type), _FAMILIES, "it builds"),
+            f"it builds {', '.join(sorted(_FAMILIES))}; `--rehearse` runs others in small, on the embedded backend",
         )
     if facts.get("hidden_act", "silu") != "silu":
         raise _unlike("hidden_act", facts["hidden_act"], "only silu")
     if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
         raise _unlike("sliding_window", facts.get("sliding_window"), "only full attention")
     return family(facts)
+
+
+def refusal_of(facts: Mapping[str, Any]) -> ConfigError | None:
+    """Why `read_shape` will refuse a model, from facts that may lack transformers' defaults; None if nothing says so."""
+    try:
+        read_shape(facts)
+    except KeyError:
+        return None  # a default of transformers' class: known once a run has imported it
+    except ConfigError as err:
+        return err
+    return None
 
 
 def _llama(facts: Mapping[str, Any]) -> ModelShape:

@@ -232,6 +232,44 @@ def _check_draft(resolved: Resolved) -> Iterator[Finding]:
         )
 
 
+def _check_one_memory(resolved: Resolved) -> Iterator[Finding]:
+    """The pools that stand for GPUs are in host memory too, so that all of a node's slots add up there.
+
+    Checked where the profile states the host's memory; `--here` of `rllaunch plan` takes this machine's.
+    """
+    config = resolved.config
+    host = config.hardware.host_memory_bytes
+    if (need := needed_on_a_cpu(resolved)) is None or host is None:
+        return
+    step, nbytes = need
+    if nbytes > host:
+        yield ONE_MEMORY.error(
+            resolved,
+            f"does not fit in host memory, where the slots of `cpu` are: {_step(step)} needs {gib(nbytes)}, "
+            f"{gib(host)} are there",
+            [_LIMIT_KEYS["host"], "model.name", "cluster.num_gpus_per_node"],
+            "a smaller model, or fewer slots: --num-gpus-per-node; `rllaunch train --rehearse` makes a launch small",
+        )
+
+
+def needed_on_a_cpu(resolved: Resolved) -> tuple[PlannedStep, int] | None:
+    """The step in which an embedded launch on the CPU holds most, and its bytes on a node; None for other launches."""
+    config = resolved.config
+    is_ours = config.trainer.backend == "embedded" and config.hardware.accelerator == "cpu"
+    if not is_ours or "model_type" not in config.model.architecture:
+        return None
+    choice = plan_launch(resolved)
+    if isinstance(choice, Unknown):
+        return None
+    slots = config.gpus_per_node
+
+    def held(step: PlannedStep) -> int:
+        return slots * step.total("gpu") + step.total("host")
+
+    fullest = max(choice.taken.plan.steps, key=held)
+    return fullest, held(fullest)
+
+
 def _check_needless(resolved: Resolved) -> Iterator[Finding]:
     from dataclasses import replace
 
@@ -369,4 +407,10 @@ RAY = _rule(
     "Ray's monitor ends the youngest worker before the limit is reached (THUDM/slime#1851, alibaba/ROLL#234)",
     _check_ray,
 )
-RULES = (UNKNOWN, HOST, GPU, HEADROOM, FRACTION_RULE, MIRROR, DRAFT, NEEDLESS, STAGING, RAY)
+ONE_MEMORY = _rule(
+    "RL210",
+    "the slots of a CPU fit in its memory",
+    "without a GPU its regions are host memory as well, and the kernel ends the process that takes too much",
+    _check_one_memory,
+)
+RULES = (UNKNOWN, HOST, GPU, HEADROOM, FRACTION_RULE, MIRROR, DRAFT, NEEDLESS, STAGING, RAY, ONE_MEMORY)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rllaunch.doctor.finding import Finding, Level, Rule
 from rllaunch.doctor.rules.cluster import ray_address
+from rllaunch.doctor.rules.fits import needed_on_a_cpu
 from rllaunch.resolve.limits import ROOT, HostLimit, describe, host_limits, ray_kill_threshold, ray_total
 from rllaunch.resolve.origins import Resolved
 from rllaunch.units import gib
@@ -31,9 +32,11 @@ def check_profile_memory(
     """Whether a job on this machine may use the host RAM that the launch counts on."""
     planned_bytes = resolved.config.hardware.host_memory_bytes
     limits = host_limits(root, environ)
-    if planned_bytes is None or not limits or not is_a_node(resolved, machine):
+    if not limits or not is_a_node(resolved, machine):
         return []
     limit = min(limits, key=lambda limit: limit.bytes)
+    if planned_bytes is None:
+        return _check_need(resolved, limit, limits)
     if limit.bytes >= planned_bytes:
         return []
     level: Level = "info" if limit.bytes >= planned_bytes * (1 - KEPT_BY_THE_MACHINE) else "warning"
@@ -44,6 +47,22 @@ def check_profile_memory(
             f"a job here may use {gib(limit.bytes)} of host RAM, the launch counts on {gib(planned_bytes)}",
             (resolved.describe(HOST_MEMORY), *describe(limits)),
             f"--set {HOST_MEMORY}={limit.bytes}, or a job with more memory",
+        )
+    ]
+
+
+def _check_need(resolved: Resolved, limit: HostLimit, limits: Sequence[HostLimit]) -> list[Finding]:
+    """A launch that computes on the CPU, on a machine of which the profile says nothing."""
+    need = needed_on_a_cpu(resolved)
+    if need is None or need[1] <= limit.bytes:
+        return []
+    return [
+        Finding(
+            PROFILE.code,
+            "error",
+            f"a job here may use {gib(limit.bytes)} of host RAM, this launch needs {gib(need[1])} in {need[0].name}",
+            (resolved.describe("model.name"), *describe(limits)),
+            "a smaller model, or fewer slots: --num-gpus-per-node; `rllaunch train --rehearse` makes a launch small",
         )
     ]
 
