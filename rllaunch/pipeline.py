@@ -103,7 +103,7 @@ class Launch:
         if (refusal := refusal_of(facts)) is None:
             return []
         text = f"{self.config.model.name} can be planned, checked and rehearsed, not trained yet: {refusal.what}"
-        where = (self.resolved.describe("model.architecture.model_type"), self.resolved.describe("trainer.backend"))
+        where = (self.resolved.describe("model.architecture.model_type"),)
         return [Finding("RL512", "error" if probe else "warning", text, where, refusal.fix)]
 
     def command(self) -> list[str]:

@@ -66,7 +66,6 @@ def test_looking_imports_neither_torch_nor_ray() -> None:
     script = """
         import sys
         from doctor_cases import resolved_of
-from launches import resolved
         from rllaunch.doctor.engine import builtin_rules, diagnose
         diagnose(resolved_of(), builtin_rules(), probe=True, gpu_test=True)
         print(sorted({"torch", "ray", "transformers", "sglang", "megatron.core"} & set(sys.modules)))
@@ -416,7 +415,7 @@ def test_on_a_cpu_whose_memory_nobody_stated_the_launch_itself_is_held_against_t
     (finding,) = check_profile_memory(launch, machine=NO_GPU, root=machine_with(tmp_path / "small", 64))
     # float32 weights, gradients, masters and moments, and the backup of all but the gradients: 8.19 B × 28 bytes.
     assert (finding.code, finding.level) == ("RL509", "error")
-    assert finding.message == "a job here may use 64.0 GiB of host RAM, this launch needs 213.8 GiB in train"
+    assert finding.message == "a job here may use 64.0 GiB of host RAM, this launch needs 213.6 GiB in train"
     assert check_profile_memory(launch, machine=NO_GPU, root=machine_with(tmp_path / "large", 1000)) == []
     assert check_profile_memory(resolved("--model tiny --hardware cpu"), machine=NO_GPU, root=tmp_path / "small") == []
 

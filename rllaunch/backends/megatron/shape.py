@@ -117,7 +117,7 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
 
 
 def refusal_of(facts: Mapping[str, Any]) -> ConfigError | None:
-    """Why `read_shape` will refuse a model, from facts that may lack transformers' defaults; None if nothing says so."""
+    """Why `read_shape` will refuse a model, from facts that may lack transformers' defaults; None if none says so."""
     try:
         read_shape(facts)
     except KeyError:
