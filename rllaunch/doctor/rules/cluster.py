@@ -57,7 +57,7 @@ def _check_size(resolved: Resolved) -> Iterator[Finding]:
         resolved,
         f"the launch needs {plural(nodes, 'node')} × {plural(per_node, 'GPU')}, "
         f"a local cluster is this machine with {plural(present, 'GPU')}{unseen}\n" + _table(nodes, per_node, present),
-        ["cluster.num_nodes", gpus_key(resolved), "hardware.name"],
+        ["cluster.num_nodes", gpus_key(resolved)],
         either(join, enough),
     )
 
