@@ -20,6 +20,9 @@ from rllaunch.backends.megatron.shape import Experts, Latent, ModelShape, Rope
 from rllaunch.errors import ConfigError, did_you_mean
 from rllaunch.resolve.schema import LaunchConfig
 
+# Names of miles and slime: samples one after another in one row, or each in a row of its own.
+QKV_FORMATS = ("thd", "bshd")
+
 
 @dataclass(frozen=True)
 class MegatronConfigs:
@@ -84,6 +87,10 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     )
 
 
+def qkv_format(config: LaunchConfig) -> str:
+    return str((config.megatron.model_extra or {}).get("qkv_format", "thd"))
+
+
 def known_options() -> set[str]:
     """Fields that the installed dataclasses have, functions and private ones left out."""
     fields = (
@@ -139,6 +146,10 @@ def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
 
 def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
     trainer = config.trainer
+    if (given := qkv_format(config)) not in QKV_FORMATS:
+        raise ConfigError(
+            f"qkv_format = {given!r} is not known", "[megatron] qkv_format", did_you_mean(given, QKV_FORMATS)
+        )
     if trainer.tensor_model_parallel_size > 1 and shape.latent and not trainer.sequence_parallel:
         raise ConfigError(
             "with latent attention, Megatron-core adds the gradients of tensor-parallel ranks only where they share "
