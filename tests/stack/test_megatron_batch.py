@@ -122,6 +122,43 @@ def test_a_sample_beyond_the_limit_is_one_by_itself() -> None:
     assert max(len(m.rows_b) for m in micros) > 1
 
 
+def test_a_rank_without_a_sample_passes_a_row_that_nobody_reads() -> None:
+    context = launch_of(micro_batch_size=8)
+    batch = uneven(context)
+    micros = [micros_of(context, batch, torch.tensor([3, 0]), Share(data_rank=r, data_size=3))[1] for r in range(3)]
+    assert [[m.ids.shape for m in rank] for rank in micros] == [[(1, len(asked_of(batch, 3)))]] * 3
+    assert [rank[0].mask_bL.any().item() for rank in micros] == [True, True, False]
+    assert [len(rank[0].row_M) for rank in micros] == [24, 2, 0]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_ranks_that_share_samples_have_chunks_of_each_from_both_ends(is_packed: bool, size: int) -> None:
+    context = launch_of(micro_batch_size=8)
+    batch, rows = uneven(context), torch.tensor([3, 0, 6])
+    ((_, [whole]),) = [micros_of(context, batch, rows, Share(is_packed))]
+    predicted = {}
+    for rank in range(size):
+        share = Share(is_packed, context_rank=rank, context_size=size)
+        _, (micro,) = micros_of(context, batch, rows, share)
+        lens = np.diff(micro.packed.cu_seqlens_q).tolist() if is_packed else [micro.ids.shape[1] * size] * len(rows)
+        each = torch.split(micro.position.flatten(), [n // size for n in lens])
+        for length, position in zip(lens, each, strict=True):
+            chunk = length // (2 * size)
+            early, late = rank * chunk, (2 * size - 1 - rank) * chunk
+            assert position.tolist() == [*range(early, early + chunk), *range(late, late + chunk)]
+        begins = torch.repeat_interleave(torch.arange(len(each)), torch.tensor([len(e) for e in each]))
+        for row, token in zip(micro.row_M.tolist(), micro.token_M.tolist(), strict=True):
+            sample = int(begins[row])
+            predicted[sample, int(micro.position.flatten()[row])] = (int(micro.ids.flatten()[row]), token)
+    assert len(predicted) == len(whole.token_M)
+    for number, row in enumerate(rows.tolist()):
+        ids, response = asked_of(batch, row), batch.response_ids_BL[row][batch.mask_BL[row] > 0]
+        for t, token in enumerate(response):
+            at = int(batch.prompt_lens_B[row]) - 1 + t
+            assert predicted[number, at] == (ids[at], token)
+
+
 def tokens_read(trainer: Any) -> list[int]:
     """Fills with the positions of every forward pass of the policy."""
     counts: list[int] = []

@@ -459,6 +459,7 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
 
 TIED = {**TWO_GROUPS, "tie_word_embeddings": True}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP: dict[str, Any] = {"context_parallel_size": 2}
 BY_ONE_RANK = {
     "dense": {"architecture": TIED},
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
@@ -487,8 +488,13 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "critic, pipeline": ("critic", {"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
         "critic, data": ("critic", {}, {}),
         "adapters, data": ("adapters", {}, {"use_distributed_optimizer": False}),
+        "context": ("dense", CP, {}),
+        "context, whole optimizer": ("experts", CP, {"use_distributed_optimizer": False}),
+        "critic, context": ("critic", CP, {}),
     },
     4: {
+        "context and tensor": ("dense", CP | {"tensor_model_parallel_size": 2}, {}),
+        "context and experts": ("experts", CP | {"expert_model_parallel_size": 4}, {}),
         "tensor and data": ("dense", {"tensor_model_parallel_size": 2}, {}),
         "all at once": ("experts", SP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
     },
@@ -560,8 +566,8 @@ def test_two_ranks_in_any_layout_train_a_critic_as_the_embedded_trainer_does(sta
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"trainer": {"context_parallel_size": 2}}, "does not split sequences"),
-        ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP = 2"),
+        ({"trainer": {"context_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP × CP = 2"),
+        ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP × CP = 2"),
     ],
 )
 def test_what_it_does_not_serve_is_an_error(sections: Any, says: str, tmp_path: Path) -> None:

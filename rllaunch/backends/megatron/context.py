@@ -24,7 +24,7 @@ class Segments:
 
     Args:
         num_queries, num_keys: of each; together they are this rank's positions, and K.
-        key_K: which of all ranks' keys, as they are gathered, those are; None: this rank's own.
+        key_K: which of all ranks' keys, as they are gathered, those are, int32; None: this rank's own.
         bounds: cumulated numbers of queries and of keys, int32, on the device.
     """
 
@@ -54,7 +54,7 @@ def _chunks(lens_n: Sequence[int], size: int, rank: int) -> Iterator[tuple[int, 
             yield end - length, number, length // (2 * size)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def segments(lens_n: tuple[int, ...], size: int, rank: int, device: torch.device) -> Segments:
     """Of samples of these lengths, none of which is 0."""
     if size == 1:
@@ -69,7 +69,7 @@ def segments(lens_n: tuple[int, ...], size: int, rank: int, device: torch.device
     num_keys = tuple((number + 1) * chunk for _, number, chunk in chunks)
     keys = [gathered_R[start : start + count] for (start, _, _), count in zip(chunks, num_keys, strict=True)]
     bounds_of = _bounds(num_queries, device), _bounds(num_keys, device)
-    return Segments(num_queries, num_keys, torch.cat(keys).to(device), bounds_of)
+    return Segments(num_queries, num_keys, torch.cat(keys).int().to(device), bounds_of)
 
 
 def _bounds(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ OWN = frozenset({"log_probs_chunk_size", "qkv_format"})
 FOREIGN = {
     "use_rollout_routing_replay": "the router chooses experts anew in training",
     "use_fault_tolerance": "a rank that fails ends the run; --resume goes on",
-    "allgather_cp": "context parallelism is not built",
+    "allgather_cp": "local layers always gather keys and values; with Transformer Engine cp_comm_type says how",
     "freeze_e_score_correction_bias": "the bias is frozen unless moe_router_bias_update_rate is set",
     "moe_router_freeze_gate": "the router is trained",
     "use_dynamic_batch_size": "micro-batches hold as many samples as micro_batch_size or max_tokens_per_gpu says",
@@ -47,6 +47,7 @@ UNSERVED = {
     "use_megatron_fsdp": "its buffers are not known to the handoff",
     "use_custom_fsdp": "its buffers are not known to the handoff",
     "average_in_collective": "gradients of the ranks are added",
+    "hybrid_context_parallel": "every sample is shared by all context-parallel ranks",
     "cpu_offloading": "activations are not part of the handoff",
     "heterogeneous_block_specs": "all layers come from the architecture's facts",
 }

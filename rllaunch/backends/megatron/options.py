@@ -157,12 +157,6 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
             ["trainer.sequence_parallel = false", "trainer.tensor_model_parallel_size > 1"],
             "use --sequence-parallel",
         )
-    if trainer.context_parallel_size > 1:
-        raise ConfigError(
-            "the megatron trainer does not split sequences",
-            f"trainer.context_parallel_size = {trainer.context_parallel_size}",
-            "use 1",
-        )
 
 
 def _build(cls: Any, fixed: Mapping[str, Any], free: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
