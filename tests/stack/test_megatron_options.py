@@ -52,6 +52,8 @@ def test_sections_and_architecture_decide_the_rest() -> None:
         ("moe_aux_loss_coeff", 0.01, "moe_aux_loss_coeff = 0.01 is not served"),
         ("attention_backend", "flsh", "did you mean 'flash'?"),
         ("transformer_impl", "transformer_engine", "Transformer Engine is not installed"),
+        ("cp_comm_type", "p2p", "local layers gather keys and values"),
+        ("hybrid_context_parallel", True, "every sample is shared by all context-parallel ranks"),
         ("recompute_granularity", "some", "Megatron-core refuses its TransformerConfig"),
     ],
 )

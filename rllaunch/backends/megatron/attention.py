@@ -43,7 +43,7 @@ class TorchAttention(nn.Module):
         """[T, B, N, D], [T, B, G, D] and [T, B, G, E] → [T, B, N·E]; of packed samples [T, N, D] and so on → [T, N, E].
 
         Args:
-            packed_seq_params: Megatron-core's, with the bounds of whole samples, on the host.
+            packed_seq_params: Megatron-core's, with the bounds of whole samples; best on the host.
         """
         if packed_seq_params is not None:
             bounds = packed_seq_params.cu_seqlens_q.tolist()

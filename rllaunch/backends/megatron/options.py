@@ -68,6 +68,12 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
             "leave transformer_impl out and use --train-precision bf16, or --lora-rank 0",
         )
+    if not uses_te and (how := given.get("cp_comm_type", "all_gather")) != "all_gather":
+        raise ConfigError(
+            f"cp_comm_type = {how!r} is for layers of Transformer Engine; local layers gather keys and values",
+            "[megatron] cp_comm_type",
+            "leave it out",
+        )
     is_fp32 = config.trainer.precision == "fp32"
     types = {"bf16": not is_fp32, "params_dtype": torch.float32 if is_fp32 else torch.bfloat16}
     transformer_class = MLATransformerConfig if shape.latent else TransformerConfig

@@ -33,8 +33,8 @@ def share_here(config: LaunchConfig, configs: MegatronConfigs, device: str) -> S
         context_group=parallel_state.get_context_parallel_group() if context_size > 1 else None,
         sequence_size=transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1,
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        # Local layers read them on the host, every layer of them: on the device each would wait for all that is queued.
-        bounds_on=device if configs.uses_te else "cpu",
+        # Local layers read them on the host, every one of them: on the device each would wait for all that is queued.
+        bounds_on=device if configs.uses_te or transformer.apply_rope_fusion else "cpu",
     )
 
 
