@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,9 +87,12 @@ def make_context(architecture: dict[str, Any], *, num_slots: int = 1, **sections
 
 
 def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the system hands out itself: between now and its use, sockets of gloo take of those."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 Trained = tuple[list[dict[str, float]], dict[str, torch.Tensor]]

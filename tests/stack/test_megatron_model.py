@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 from stack_rig import ARCHITECTURES, hf_model, make_context, one_process
 
@@ -29,7 +30,9 @@ def named_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_are_those_of_transformers_and_weights_come_back_exactly(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_packed_or_not_and_weights_come_back_exactly(
+    name: str, tmp_path: Path
+) -> None:
     context = make_context(ARCHITECTURES[name])
     theirs = hf_model(context)
     tensors = named_tensors(theirs)
@@ -39,12 +42,19 @@ def test_logits_are_those_of_transformers_and_weights_come_back_exactly(name: st
         ours = build_model(megatron_configs(context.config, shape, on_cpu=True), shape)
         placement = Placement(ours, shape)
         placement.fill(tensors.__getitem__)
+        lens = (40, 1, 17)
+        packed_1R = torch.cat([row[:length] for row, length in zip(ids_BT, lens, strict=True)])[None]
+        bounds = torch.tensor([0, 40, 41, 58], dtype=torch.int32)
+        packing = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=40, max_seqlen_kv=40)
         with torch.no_grad():
             got = ours(ids_BT, None, None)[..., : shape.vocab_size]
+            in_one_row = ours(packed_1R, None, None, packed_seq_params=packing)[0, :, : shape.vocab_size]
             want = theirs(input_ids=ids_BT, use_cache=False).logits
         parameters = dict(ours.named_parameters()) | dict(ours.named_buffers())
         back = dict(placement.gather(parameters.__getitem__, "cpu"))
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    each = torch.cat([rows[:length] for rows, length in zip(want, lens, strict=True)])
+    torch.testing.assert_close(in_one_row, each, rtol=2e-4, atol=2e-4)
     assert want.std() > 0.1
 
     theirs.save_pretrained(tmp_path)

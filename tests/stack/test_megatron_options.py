@@ -52,6 +52,8 @@ def test_sections_and_architecture_decide_the_rest() -> None:
         ("moe_aux_loss_coeff", 0.01, "moe_aux_loss_coeff = 0.01 is not served"),
         ("attention_backend", "flsh", "did you mean 'flash'?"),
         ("transformer_impl", "transformer_engine", "Transformer Engine is not installed"),
+        ("cp_comm_type", "p2p", "local layers gather keys and values"),
+        ("hybrid_context_parallel", True, "every sample is shared by all context-parallel ranks"),
         ("recompute_granularity", "some", "Megatron-core refuses its TransformerConfig"),
     ],
 )
@@ -82,10 +84,18 @@ def test_latent_attention_is_not_shared_by_ranks_without_sequence_parallelism() 
 
 
 def test_a_name_of_miles_is_told_and_has_no_effect() -> None:
-    made = configs(megatron={"qkv_format": "bshd"})
+    made = configs(megatron={"use_tis": True})
     assert made.notes == (
-        "[megatron] qkv_format = 'bshd' has no effect: sequences are padded to one length (bshd) whatever it says",
+        "[megatron] use_tis = True has no effect: the ratio is already to the log-probabilities of the engine that sampled",
     )
+
+
+def test_a_format_of_sequences_is_one_of_two() -> None:
+    for known in ("thd", "bshd"):
+        assert configs(megatron={"qkv_format": known}).notes == ()
+    with pytest.raises(ConfigError, match="qkv_format = 'sbhd' is not known") as caught:
+        configs(megatron={"qkv_format": "sbhd"})
+    assert caught.value.fix == "did you mean 'bshd'?"
 
 
 def test_foreign_names_and_reasons_speak_of_what_megatron_has() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -397,6 +396,9 @@ def test_a_checkpoint_of_another_backend_is_refused(started: Any, tmp_path: Path
 # -- several ranks ---------------------------------------------------------------------------------
 
 TWO_GROUPS = {**QWEN3, "num_attention_heads": 4, "num_key_value_heads": 2}
+# So few that there are several micro-batches of a step, and a sample that has one by itself.
+BY_TOKENS = {"micro_batch_size": None, "max_tokens_per_gpu": 6}
+PADDED = {"qkv_format": "bshd"}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data": (QWEN3, {}),
     "tensor": (TWO_GROUPS, {"tensor_model_parallel_size": 2}),
@@ -417,6 +419,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "expert_tensor_parallel_size": 1,
         },
     ),
+    "data, by tokens": (QWEN3, BY_TOKENS),
+    "pipeline, by tokens": (QWEN3, {**BY_TOKENS, "pipeline_model_parallel_size": 2}),
+    "experts, by tokens": (MOE, {**BY_TOKENS, "expert_model_parallel_size": 2}),
+    "sequence, by tokens": (TWO_GROUPS, {**BY_TOKENS, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pipeline, padded": (QWEN3, {"pipeline_model_parallel_size": 2}),
+    "experts, padded": (MOE, {"expert_model_parallel_size": 2}),
+    "sequence, latents, padded": (DEEPSEEK, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
 }
 
 
@@ -427,7 +436,7 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
             "preset": "kl",
             "architecture": architecture,
             "trainer": {**STEADY, **trainer},
-            "megatron": DISPATCHER,
+            "megatron": DISPATCHER | (PADDED if "padded" in name else {}),
             "handoff": {"update_weight_buffer_size": 4096},
         }
         for name, (architecture, trainer) in LAYOUTS.items()
@@ -450,6 +459,7 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
 
 TIED = {**TWO_GROUPS, "tie_word_embeddings": True}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP: dict[str, Any] = {"context_parallel_size": 2}
 BY_ONE_RANK = {
     "dense": {"architecture": TIED},
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
@@ -478,8 +488,13 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "critic, pipeline": ("critic", {"pipeline_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
         "critic, data": ("critic", {}, {}),
         "adapters, data": ("adapters", {}, {"use_distributed_optimizer": False}),
+        "context": ("dense", CP, {}),
+        "context, whole optimizer": ("experts", CP, {"use_distributed_optimizer": False}),
+        "critic, context": ("critic", CP, {}),
     },
     4: {
+        "context and tensor": ("dense", CP | {"tensor_model_parallel_size": 2}, {}),
+        "context and experts": ("experts", CP | {"expert_model_parallel_size": 4}, {}),
         "tensor and data": ("dense", {"tensor_model_parallel_size": 2}, {}),
         "all at once": ("experts", SP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
     },
@@ -511,6 +526,8 @@ def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: A
             assert all(rank[name] == ranks[0][name] for rank in ranks), name
             for figure, value in figures.items():
                 tolerance = 2e-2 if source in ("experts", "critic") else 2e-3  # in bf16 and in float32
+                if figure == "clip_fraction" and tolerance > 1e-2:
+                    tolerance = 6e-2  # rounding takes one of nine tokens of one step of two over the clip's edge
                 assert ranks[0][name][figure] == pytest.approx(value, rel=tolerance, abs=tolerance), f"{name}: {figure}"
             trainer = started(MegatronTrainer, make_context(**sections_of(source, {}, {})))
             trainer.load(str(tmp_path / name))
@@ -549,8 +566,8 @@ def test_two_ranks_in_any_layout_train_a_critic_as_the_embedded_trainer_does(sta
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"trainer": {"context_parallel_size": 2}}, "does not split sequences"),
-        ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP = 2"),
+        ({"trainer": {"context_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP × CP = 2"),
+        ({"trainer": {"tensor_model_parallel_size": 2}}, "1 trainer ranks do not divide by TP × PP × CP = 2"),
     ],
 )
 def test_what_it_does_not_serve_is_an_error(sections: Any, says: str, tmp_path: Path) -> None:
@@ -560,26 +577,3 @@ def test_what_it_does_not_serve_is_an_error(sections: Any, says: str, tmp_path: 
     with pytest.raises(ConfigError, match=says):
         trainer.init(RankInfo(0, 1, "", 0))
     trainer.shutdown()
-
-
-def test_rows_are_moved_to_their_first_column_and_padded_behind() -> None:
-    from rllaunch.backends.megatron.batch import make_work, micro_batch_rows, take
-
-    context = launch(architecture=QWEN3)
-    batch = make_batch(context)
-    work = make_work(batch, context.config, "cpu", multiple=4)
-    assert work.width % 4 == 0
-    rows = torch.tensor([5, 1, 2])
-    for rank in range(2):
-        micros = micro_batch_rows(rows, rank, 2, context.config, work.width)
-        assert [len(m) for m in micros] == [2]
-        micro = take(work, micros[0])
-        assert micro.mask_bL.any(dim=1).tolist() == [True, rank == 0]
-    micro = take(work, torch.tensor([5]))
-    real = batch.mask_BL[5].astype(bool)
-    length = batch.prompt_lens_B[5]
-    prompt = batch.prompt_ids_BP[5][len(batch.prompt_ids_BP[5]) - length :]
-    whole = np.concatenate([prompt, batch.response_ids_BL[5][real]])
-    assert micro.ids_bS[0, : len(whole) - 1].tolist() == whole[:-1].tolist()
-    assert micro.token_M.tolist() == batch.response_ids_BL[5][real].tolist()
-    assert micro.row_M.tolist() == [length - 1 + t for t in range(real.sum())]

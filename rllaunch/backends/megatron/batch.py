@@ -1,18 +1,62 @@
-"""A rollout as Megatron-core reads it: prompts beside their responses, micro-batches of one size on every rank."""
+"""A rollout as Megatron-core reads it: prompts beside their responses, in micro-batches of one size on every rank."""
 
-# B samples of a rollout, b of a micro-batch, P prompt tokens (left-padded), L response tokens, S positions read
+# B samples of a rollout, b of a micro-batch, P prompt tokens (left-padded), L response tokens, S positions of the
+# longest sample, R positions of a micro-batch, its rows one after the other, r of them on this rank
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from rllaunch.algo.advantages import group_advantages
 from rllaunch.backends.base import TrainBatch
+from rllaunch.backends.megatron.context import positions_here
 from rllaunch.resolve.schema import LaunchConfig
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a rollout is laid out, and which part of it this rank computes.
+
+    Args:
+        is_packed: the samples of a micro-batch stand one after the other in one row; else each in a row of its own, all
+            of one length.
+        data_rank, data_size: of the ranks that compute different samples.
+        context_rank, context_size, context_group: of those that compute different positions of the same samples.
+        sequence_size: ranks that share a row's activations where they share matrices, too.
+        num_stages: of the pipeline.
+        bounds_on: device of the packed samples' bounds.
+    """
+
+    is_packed: bool = True
+    data_rank: int = 0
+    data_size: int = 1
+    context_rank: int = 0
+    context_size: int = 1
+    context_group: Any = None
+    sequence_size: int = 1
+    num_stages: int = 1
+    bounds_on: str = "cpu"
+
+    @property
+    def sample_multiple(self) -> int:
+        """What a sample's positions must divide by."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """What a row's positions must divide by."""
+        return math.lcm(self.sample_multiple, self.context_size * self.sequence_size)
 
 
 @dataclass(frozen=True)
@@ -29,10 +73,13 @@ class Work:
     causal attention needs no mask.
 
     Args:
+        num_tokens_B: positions of each sample that are needed, on the host; at least one.
         advantage_BL: 0 until a critic has judged the work, where there is one.
     """
 
+    share: Share
     ids_BS: Tensor
+    num_tokens_B: Tensor
     prompt_lens_B: Tensor
     response_BL: Tensor
     mask_BL: Tensor
@@ -47,37 +94,59 @@ class Work:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Some rows of the work; those that fill it up have an empty mask.
+class Part:
+    """What one micro-batch is made of.
 
     Args:
-        row_M, token_M: for each real response token the row of logits, [b·S], that predicts it, and the token.
+        rows_b: samples of the work; those of -1 fill up.
+        num_positions: of the packed row, or of each sample's.
     """
 
     rows_b: Tensor
-    ids_bS: Tensor
-    position_bS: Tensor
+    num_positions: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some samples of the work; those that fill it up have an empty mask.
+
+    Args:
+        ids, position: of this rank, [b, r/b], or [1, r] where samples are packed.
+        here_bL: the real response tokens that this rank predicts; with all context-parallel ranks' it is the mask.
+        row_M, token_M: for each of those the position here, [r], that predicts it, and the token.
+        packed: of packed samples, whole, with what fills up the row as one more.
+    """
+
+    rows_b: Tensor
+    ids: Tensor
+    position: Tensor
     mask_bL: Tensor
+    here_bL: Tensor
     row_M: Tensor
     token_M: Tensor
+    packed: Any = None
+    context_group: Any = None
 
     def per_response(self, values_M: Tensor) -> Tensor:
-        """[M] → [b, L], 0 where there is no real token; gradients flow back."""
-        return torch.zeros_like(self.mask_bL, dtype=values_M.dtype).masked_scatter(self.mask_bL.bool(), values_M)
+        """[M] → [b, L], 0 where there is no real token, the same on all context-parallel ranks.
+
+        Gradients flow back, each to the rank that has the value: every rank computes the same loss from them.
+        """
+        found_bL = torch.zeros_like(self.mask_bL, dtype=values_M.dtype).masked_scatter(self.here_bL, values_M)
+        if self.context_group is None:
+            return found_bL
+        whole_bL: Tensor = reduce_from_tensor_model_parallel_region(found_bL, group=self.context_group)
+        return whole_bL
 
 
-def make_work(batch: TrainBatch, config: LaunchConfig, device: torch.device | str, *, multiple: int) -> Work:
-    """
-    Args:
-        multiple: what the positions must divide by, where ranks share them.
-    """
+def make_work(batch: TrainBatch, config: LaunchConfig, device: torch.device | str, share: Share) -> Work:
     P = batch.prompt_ids_BP.shape[1]
     lens_B1 = batch.prompt_lens_B[:, None]
     num_response_B1 = batch.mask_BL.astype(bool).sum(1, keepdims=True)
     ids_BT = np.concatenate([batch.prompt_ids_BP, batch.response_ids_BL], axis=1)
     # The last token predicts nothing that is asked for.
-    needed = int((lens_B1 + num_response_B1).max()) - 1
-    width = -(-max(1, needed) // multiple) * multiple
+    num_tokens_B = np.maximum(lens_B1 + num_response_B1 - 1, 1)[:, 0]
+    width = _up(int(num_tokens_B.max()), share.row_multiple)
     column_BS = np.arange(width)[None] + P - lens_B1
     taken_BS = np.take_along_axis(ids_BT, np.minimum(column_BS, ids_BT.shape[1] - 1), axis=1)
     reward_B = torch.from_numpy(batch.reward_B)
@@ -87,7 +156,9 @@ def make_work(batch: TrainBatch, config: LaunchConfig, device: torch.device | st
         group_size, normalize = config.rollout.n_samples_per_prompt, config.algorithm.normalize_advantages
         advantage_B = group_advantages(reward_B, group_size, normalize=normalize)
     return Work(
+        share=share,
         ids_BS=torch.from_numpy(taken_BS).to(device),
+        num_tokens_B=torch.from_numpy(num_tokens_B),
         prompt_lens_B=torch.from_numpy(batch.prompt_lens_B).to(device),
         response_BL=torch.from_numpy(batch.response_ids_BL).to(device),
         mask_BL=torch.from_numpy(batch.mask_BL).to(device),
@@ -97,37 +168,138 @@ def make_work(batch: TrainBatch, config: LaunchConfig, device: torch.device | st
     )
 
 
-def micro_batch_rows(rows: Tensor, rank: int, size: int, config: LaunchConfig, width: int) -> list[Tensor]:
+def micro_batches(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
     """This data-parallel rank's micro-batches of an optimizer step, as many and as large as on every other rank.
 
     Ranks exchange activations in the middle of a layer (experts) or of a pass (stages), so that none may have fewer.
-    Rows of -1 fill up.
     """
-    trainer = config.trainer
-    share = -(-len(rows) // size)
-    per_batch = trainer.micro_batch_size or share
+    return _packed_parts(work, rows, config) if work.share.is_packed else _padded_parts(work, rows, config)
+
+
+def _padded_parts(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
+    trainer, share = config.trainer, work.share
+    most = -(-len(rows) // share.data_size)
+    per_batch = trainer.micro_batch_size or most
     if trainer.micro_batch_size is None and trainer.max_tokens_per_gpu is not None:
-        per_batch = max(1, trainer.max_tokens_per_gpu // width)
-    per_batch = max(1, min(per_batch, share))
-    count = max(1, -(-share // per_batch))
+        per_batch = trainer.max_tokens_per_gpu * share.context_size // work.width
+    per_batch = max(1, min(per_batch, most))
+    count = max(1, -(-most // per_batch))
     mine = torch.full((count * per_batch,), -1, dtype=torch.int64)
-    own = rows[rank::size]
+    own = rows[share.data_rank :: share.data_size]
     mine[: len(own)] = own
-    return list(torch.split(mine, per_batch))
+    return [Part(rows_b, work.width) for rows_b in torch.split(mine, per_batch)]
 
 
-def take(work: Work, rows_b: Tensor) -> MicroBatch:
-    rows_b = rows_b.to(work.ids_BS.device)
+def _packed_parts(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
+    """Micro-batches of the same number on the ranks have rows of one length; with pipeline stages, which announce the
+    length of what they send each other once, all of them."""
+    share = work.share
+    lens = [_up(n, share.sample_multiple) for n in work.num_tokens_B[rows].tolist()]
+    groups = _groups(lens, config, share)
+    loads = [sum(lens[i] for i in group) for group in groups]
+    parts = []
+    for first in range(0, len(groups), share.data_size):
+        among = loads if share.num_stages > 1 else loads[first : first + share.data_size]
+        own = groups[first + share.data_rank]
+        rows_b = rows[torch.tensor(sorted(own))] if own else torch.tensor([-1])
+        parts.append(Part(rows_b, _up(max(*among, 1), share.row_multiple)))
+    return parts
+
+
+def _groups(lens: Sequence[int], config: LaunchConfig, share: Share) -> list[list[int]]:
+    """Samples of each micro-batch of all ranks, those with most positions first; none where there are too few.
+
+    Args:
+        lens: positions of each sample.
+    """
+    trainer, size = config.trainer, share.data_size
+    if trainer.micro_batch_size is not None:
+        count = max(1, -(-len(lens) // (trainer.micro_batch_size * size)))
+        groups = _evenly(lens, count * size, trainer.micro_batch_size)
+    elif trainer.max_tokens_per_gpu is None:
+        groups = _evenly(lens, size, len(lens))
+    else:
+        limit = trainer.max_tokens_per_gpu * share.context_size
+        if share.num_stages > 1:
+            limit = max(limit, *lens)  # all rows are as long as the longest one, so they may as well be full
+        count = max(1, -(-sum(min(n, limit) for n in lens) // (limit * size)))
+        while True:
+            groups = _evenly(lens, count * size, len(lens))
+            if all(len(g) <= 1 or sum(lens[i] for i in g) <= limit for g in groups):
+                break
+            count += 1
+    return sorted(groups, key=lambda g: -sum(lens[i] for i in g))
+
+
+def _evenly(lens: Sequence[int], number: int, most: int) -> list[list[int]]:
+    """`number` groups of about the same sum, `most` samples in each at most: the longest first, to the least yet."""
+    groups: list[list[int]] = [[] for _ in range(number)]
+    heap = [(0, at) for at in range(number)]
+    for index in sorted(range(len(lens)), key=lambda i: -lens[i]):
+        load, at = heapq.heappop(heap)
+        groups[at].append(index)
+        if len(groups[at]) < most:
+            heapq.heappush(heap, (load + lens[index], at))
+    return groups
+
+
+def take(work: Work, part: Part) -> MicroBatch:
+    share, device = work.share, work.ids_BS.device
+    lens = _lengths(work, part)
+    position_R = torch.cat([torch.arange(n) for n in lens])
+    here_r = positions_here([n for n in lens if n], share.context_size, share.context_rank)
+    rows_b = part.rows_b.to(device)
     is_real_b1 = (rows_b >= 0)[:, None]
     rows_b = rows_b.clamp(min=0)
     mask_bL = work.mask_BL[rows_b] * is_real_b1
-    b, S, L = len(rows_b), work.width, mask_bL.shape[1]
-    offset_b1 = (torch.arange(b, device=rows_b.device) * S + work.prompt_lens_B[rows_b] - 1)[:, None]
-    row_bL = offset_b1 + torch.arange(L, device=rows_b.device)[None]
-    chosen_bL = mask_bL.bool()
-    position_bS = torch.arange(S, device=rows_b.device)[None].expand(b, S)
-    response_bL = work.response_BL[rows_b]
-    return MicroBatch(rows_b, work.ids_BS[rows_b], position_bS, mask_bL, row_bL[chosen_bL], response_bL[chosen_bL])
+    here_bL = mask_bL.bool()
+    start_b = torch.tensor([0, *accumulate(lens)][: len(rows_b)], device=device)
+    at_bL = (start_b + work.prompt_lens_B[rows_b] - 1)[:, None] + torch.arange(mask_bL.shape[1], device=device)
+    if share.context_size > 1:
+        number_R = torch.full((len(position_R),), -1)
+        number_R[here_r] = torch.arange(len(here_r))
+        at_bL = number_R.to(device)[at_bL.clamp(max=len(position_R) - 1)]
+        here_bL = here_bL & (at_bL >= 0)
+    # What only fills up is the beginning of the work: anything will do.
+    first = torch.tensor([max(0, row) * work.width for row in part.rows_b.tolist()] + [0] * (len(lens) - len(rows_b)))
+    source_R = torch.repeat_interleave(first, torch.tensor(lens)) + position_R % work.width
+    shape = (1, -1) if share.is_packed else (len(rows_b), -1)
+    return MicroBatch(
+        rows_b=rows_b,
+        ids=work.ids_BS.flatten()[source_R[here_r].to(device)].view(shape),
+        position=position_R[here_r].to(device).view(shape),
+        mask_bL=mask_bL,
+        here_bL=here_bL,
+        row_M=at_bL[here_bL],
+        token_M=work.response_BL[rows_b][here_bL],
+        packed=_packed_params(lens, share) if share.is_packed else None,
+        context_group=share.context_group,
+    )
+
+
+def _lengths(work: Work, part: Part) -> list[int]:
+    """Positions of each sample of a micro-batch, in whole chunks, and of what fills up its row."""
+    if not work.share.is_packed:
+        return [part.num_positions] * len(part.rows_b)
+    needed = torch.where(part.rows_b >= 0, work.num_tokens_B[part.rows_b], 0)
+    lens = [_up(n, work.share.sample_multiple) for n in needed.tolist()]
+    rest = part.num_positions - sum(lens)
+    return [*lens, rest] if rest else lens
+
+
+def _packed_params(lens: Sequence[int], share: Share) -> PackedSeqParams:
+    bounds = torch.tensor([0, *accumulate(n for n in lens if n)], dtype=torch.int32, device=share.bounds_on)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lens),
+        max_seqlen_kv=max(lens),
+    )
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def step_orders(num_samples: int, steps: int, seed: int, rollout_id: int) -> list[Tensor]:

@@ -85,6 +85,7 @@ def start_processes(config: LaunchConfig, rank: RankInfo, device: str) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_model_parallel_size,
         pipeline_model_parallel_size=trainer.pipeline_model_parallel_size,
+        context_parallel_size=trainer.context_parallel_size,
         expert_model_parallel_size=trainer.expert_model_parallel_size,
         expert_tensor_parallel_size=trainer.expert_tensor_parallel_size,
     )
@@ -103,17 +104,21 @@ def stop_processes() -> None:
 
 def _check_world(config: LaunchConfig, world: int) -> None:
     trainer = config.trainer
-    tp, pp, ep = (
+    tp, pp, cp, ep = (
         trainer.tensor_model_parallel_size,
         trainer.pipeline_model_parallel_size,
+        trainer.context_parallel_size,
         trainer.expert_model_parallel_size,
     )
     etp = trainer.expert_tensor_parallel_size or tp
-    for name, size in (("TP × PP", tp * pp), ("ETP × EP × PP", etp * ep * pp)):
+    for name, size in (("TP × PP × CP", tp * pp * cp), ("ETP × EP × PP", etp * ep * pp)):
         if world % size:
             raise ConfigError(
                 f"{world} trainer ranks do not divide by {name} = {size}",
-                ["trainer.tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size"],
+                [
+                    "trainer.tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, "
+                    "expert_model_parallel_size"
+                ],
                 "choose sizes whose product divides the number of GPUs",
             )
 

@@ -3,7 +3,7 @@
 The same numbers as the embedded trainer's `rllaunch.algo.value_head`.
 """
 
-# B samples of a rollout, b of a micro-batch, L response tokens, S positions (s of this rank), H hidden size
+# B samples of a rollout, b of a micro-batch, L response tokens, T positions of a row (t of this rank), H hidden size
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ValueHead(nn.Module):
         # Then each rank saw only its part of the sequence, and Megatron-core adds the ranks' gradients.
         self.weight.sequence_parallel = self._is_split  # type: ignore[attr-defined]
 
-    def forward(self, hidden_sbH: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[S, b, 1] and no bias, as an output layer gives logits."""
-        value_sb1 = nn.functional.linear(hidden_sbH.to(self.weight.dtype), self.weight)
+    def forward(self, hidden_tbH: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[T, b, 1] and no bias, as an output layer gives logits."""
+        value_tb1 = nn.functional.linear(hidden_tbH.to(self.weight.dtype), self.weight)
         if self._is_split:
             # Every rank computes the same loss: a rank's part of the gradient is that of its own positions.
-            value_sb1 = gather_from_sequence_parallel_region(value_sb1, tensor_parallel_output_grad=False)
-        return value_sb1, None
+            value_tb1 = gather_from_sequence_parallel_region(value_tb1, tensor_parallel_output_grad=False)
+        return value_tb1, None
 
 
 def put_value_head(model: Any, device: torch.device | str) -> None:
@@ -89,15 +89,15 @@ class Critic:
         algorithm, judged = self.config.algorithm, work.judgement
         assert judged is not None, "the critic judges the work before the first step"
 
-        def loss_of(micro: MicroBatch, value_bS1: Tensor) -> tuple[Tensor, Figures]:
+        def loss_of(micro: MicroBatch, value: Tensor) -> tuple[Tensor, Figures]:
             old_value_bL, return_bL = judged.value_BL[micro.rows_b], judged.return_BL[micro.rows_b]
-            losses_bL = value_loss(_values(micro, value_bS1), old_value_bL, return_bL, algorithm.value_clip)
+            losses_bL = value_loss(_values(micro, value), old_value_bL, return_bL, algorithm.value_clip)
             total = aggregate(losses_bL, micro.mask_bL, algorithm.loss_aggregation, denominator=denominator)
             return total, {"value_loss": total.detach()}
 
         return run_passes(self.ddp, work, rows, self.config, loss_of, forward_only=False)
 
 
-def _values(micro: MicroBatch, value_bS1: Tensor) -> Tensor:
+def _values(micro: MicroBatch, value: Tensor) -> Tensor:
     """Value before each response token, [b, L]: what the critic says after the token before it."""
-    return micro.per_response(value_bS1.flatten()[micro.row_M])
+    return micro.per_response(value.flatten()[micro.row_M])

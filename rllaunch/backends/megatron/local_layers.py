@@ -1,10 +1,7 @@
-"""Attention and norms through torch, for Megatron-core's local layers: what runs where Transformer Engine is not.
+"""Norms through torch and the rest of Megatron-core's local layers: what runs where Transformer Engine is not.
 
-Megatron-core's own local attention holds all scores, [B, heads, T, T], and knows no latent attention (the
-`DotProductAttention` of 0.16.1 has one width for keys and values); its own local norm refuses sequence parallelism.
+Megatron-core's own local norm refuses sequence parallelism.
 """
-
-# T tokens, B sequences, N query heads and G key heads on this rank, D width of a head, E width of a value
 
 from __future__ import annotations
 
@@ -14,31 +11,9 @@ from typing import Any
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from torch import Tensor, nn
+from torch import nn
 
-
-class TorchAttention(nn.Module):
-    """`core_attention` of a layer spec. It needs no mask: rows are padded at their end, which no real token sees."""
-
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
-        super().__init__()
-        assert config.context_parallel_size == 1, "whole sequences are on every rank"
-        self._scale = softmax_scale
-        self._dropout = float(config.attention_dropout)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[T, B, N, D], [T, B, G, D] and [T, B, G, E] → [T, B, N·E]."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out_BNTE = nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=self._dropout if self.training else 0.0,
-            is_causal=True,
-            scale=self._scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out_BNTE.permute(2, 0, 1, 3).flatten(2).contiguous()
+from rllaunch.backends.megatron.attention import TorchAttention
 
 
 class TorchNorm(nn.RMSNorm):
@@ -64,7 +39,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def use_torch(block_spec: Any) -> None:
-    """Put both into every layer of a block of local layers, and whole projections to the latents.
+    """Put attention and norms into every layer of a block of local layers, and whole projections to the latents.
 
     Those of the local layers are shared by ranks, and of their gathered output each rank gets back only its own part of
     the gradient of the rotated keys: the other ranks' heads would not count (0.16.1; the tests compare with one rank).

@@ -13,18 +13,17 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 # Read by the trainer itself.
-OWN = frozenset({"log_probs_chunk_size"})
+OWN = frozenset({"log_probs_chunk_size", "qkv_format"})
 
 # Options of miles around Megatron (radixark/miles@31f1ca9 miles/utils/arguments.py), and what becomes of them here.
 FOREIGN = {
-    "qkv_format": "sequences are padded to one length (bshd) whatever it says",
     "use_rollout_routing_replay": "the router chooses experts anew in training",
     "use_fault_tolerance": "a rank that fails ends the run; --resume goes on",
-    "allgather_cp": "context parallelism is not built",
+    "allgather_cp": "local layers always gather keys and values; with Transformer Engine cp_comm_type says how",
     "freeze_e_score_correction_bias": "the bias is frozen unless moe_router_bias_update_rate is set",
     "moe_router_freeze_gate": "the router is trained",
     "use_dynamic_batch_size": "micro-batches hold as many samples as micro_batch_size or max_tokens_per_gpu says",
-    "data_pad_size_multiplier": "sequences are padded to the longest of their rollout",
+    "data_pad_size_multiplier": "a row is padded to what the ranks that share it need",
     "use_kl_loss": "algorithm.kl_loss_coef above 0 keeps the reference",
     "use_tis": "the ratio is already to the log-probabilities of the engine that sampled",
     "enable_mtp_training": "layers for multi-token prediction are not built",
@@ -48,6 +47,7 @@ UNSERVED = {
     "use_megatron_fsdp": "its buffers are not known to the handoff",
     "use_custom_fsdp": "its buffers are not known to the handoff",
     "average_in_collective": "gradients of the ranks are added",
+    "hybrid_context_parallel": "every sample is shared by all context-parallel ranks",
     "cpu_offloading": "activations are not part of the handoff",
     "heterogeneous_block_specs": "all layers come from the architecture's facts",
 }

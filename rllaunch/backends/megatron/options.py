@@ -20,6 +20,9 @@ from rllaunch.backends.megatron.shape import Experts, Latent, ModelShape, Rope
 from rllaunch.errors import ConfigError, did_you_mean
 from rllaunch.resolve.schema import LaunchConfig
 
+# Names of miles and slime: samples one after another in one row, or each in a row of its own.
+QKV_FORMATS = ("thd", "bshd")
+
 
 @dataclass(frozen=True)
 class MegatronConfigs:
@@ -65,6 +68,12 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
             "leave transformer_impl out and use --train-precision bf16, or --lora-rank 0",
         )
+    if not uses_te and (how := given.get("cp_comm_type", "all_gather")) != "all_gather":
+        raise ConfigError(
+            f"cp_comm_type = {how!r} is for layers of Transformer Engine; local layers gather keys and values",
+            "[megatron] cp_comm_type",
+            "leave it out",
+        )
     is_fp32 = config.trainer.precision == "fp32"
     types = {"bf16": not is_fp32, "params_dtype": torch.float32 if is_fp32 else torch.bfloat16}
     transformer_class = MLATransformerConfig if shape.latent else TransformerConfig
@@ -82,6 +91,10 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
         uses_te,
         notes,
     )
+
+
+def qkv_format(config: LaunchConfig) -> str:
+    return str((config.megatron.model_extra or {}).get("qkv_format", "thd"))
 
 
 def known_options() -> set[str]:
@@ -139,18 +152,16 @@ def _check_given(given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
 
 def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
     trainer = config.trainer
+    if (given := qkv_format(config)) not in QKV_FORMATS:
+        raise ConfigError(
+            f"qkv_format = {given!r} is not known", "[megatron] qkv_format", did_you_mean(given, QKV_FORMATS)
+        )
     if trainer.tensor_model_parallel_size > 1 and shape.latent and not trainer.sequence_parallel:
         raise ConfigError(
             "with latent attention, Megatron-core adds the gradients of tensor-parallel ranks only where they share "
             "sequences",
             ["trainer.sequence_parallel = false", "trainer.tensor_model_parallel_size > 1"],
             "use --sequence-parallel",
-        )
-    if trainer.context_parallel_size > 1:
-        raise ConfigError(
-            "the megatron trainer does not split sequences",
-            f"trainer.context_parallel_size = {trainer.context_parallel_size}",
-            "use 1",
         )
 
 

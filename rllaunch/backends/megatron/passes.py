@@ -1,6 +1,6 @@
 """A model's passes over this rank's share of some samples, through Megatron-core's schedules."""
 
-# b samples of a micro-batch, S positions, X what the model puts out for each
+# b samples of a micro-batch, r positions of this rank, X what the model puts out for each
 
 from __future__ import annotations
 
@@ -12,11 +12,30 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rllaunch.backends.megatron.batch import MicroBatch, Work, micro_batch_rows, take
+from rllaunch.backends.megatron.batch import MicroBatch, Part, Share, Work, micro_batches, take
+from rllaunch.backends.megatron.options import MegatronConfigs, qkv_format
 from rllaunch.resolve.schema import LaunchConfig
 
 Figures = dict[str, Tensor]
 LossOf = Callable[[MicroBatch, Tensor], tuple[Tensor, Figures]]
+
+
+def share_here(config: LaunchConfig, configs: MegatronConfigs, device: str) -> Share:
+    """Of this rank, by Megatron-core's groups."""
+    transformer = configs.transformer
+    context_size = parallel_state.get_context_parallel_world_size()
+    return Share(
+        is_packed=qkv_format(config) == "thd",
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=context_size,
+        context_group=parallel_state.get_context_parallel_group() if context_size > 1 else None,
+        sequence_size=transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1,
+        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        # Local layers read them on the host, every one of them: on the device each would wait for all that is queued.
+        bounds_on=device if configs.uses_te or transformer.apply_rope_fusion else "cpu",
+    )
 
 
 def run_passes(
@@ -26,17 +45,17 @@ def run_passes(
 
     Args:
         rows: of the work, the same on every rank.
-        loss_of: on the last stage, the loss and figures of a micro-batch from the model's output, [b, S, X].
+        loss_of: on the last stage, the loss and figures of a micro-batch from the model's output, [b, r/b, X], or
+            [1, r, X] where samples are packed.
     """
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    micros = micro_batch_rows(rows, rank, size, config, work.width)
+    parts = micro_batches(work, rows, config)
 
-    def step(remaining: Iterator[Tensor], stage: Any) -> tuple[Tensor, Any]:
+    def step(remaining: Iterator[Part], stage: Any) -> tuple[Tensor, Any]:
         micro = take(work, next(remaining))
-        output = stage(micro.ids_bS, micro.position_bS, None)
+        output = stage(micro.ids, micro.position, None, packed_seq_params=micro.packed)
 
-        def loss(output_bSX: Tensor) -> tuple[Tensor, Tensor, Figures]:
-            total, figures = loss_of(micro, output_bSX)
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, Figures]:
+            total, figures = loss_of(micro, output)
             # Megatron-core divides by these tokens; the loss is divided already.
             return total, torch.zeros((), dtype=torch.int, device=total.device), figures
 
@@ -44,11 +63,11 @@ def run_passes(
 
     outputs: list[Figures] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micros),
+        data_iterator=iter(parts),
         model=model,
-        num_microbatches=len(micros),
-        seq_length=work.width,
-        micro_batch_size=len(micros[0]),
+        num_microbatches=len(parts),
+        seq_length=parts[0].num_positions,
+        micro_batch_size=1 if work.share.is_packed else len(parts[0].rows_b),
         forward_only=forward_only,
     )
     return outputs
@@ -64,8 +83,8 @@ def of_every_sample(
     """
     values_BL = torch.zeros_like(work.mask_BL)
 
-    def keep(micro: MicroBatch, output_bSX: Tensor) -> tuple[Tensor, Figures]:
-        values_bL = read(micro, output_bSX)
+    def keep(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Figures]:
+        values_bL = read(micro, output)
         # Rows that only fill up are row 0 with an empty mask: they must not overwrite it.
         is_real_b = micro.mask_bL.any(dim=1)
         values_BL[micro.rows_b[is_real_b]] = values_bL[is_real_b].to(values_BL.dtype)

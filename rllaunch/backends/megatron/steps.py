@@ -1,6 +1,6 @@
 """Optimizer steps of one rollout: GRPO or PPO on the stages and ranks that share the model."""
 
-# B samples of a rollout, b of a micro-batch, L response tokens, S positions, V columns of a rank's vocabulary
+# B samples of a rollout, b of a micro-batch, L response tokens, V columns of a rank's vocabulary
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ class Steps:
         self._tp_group = parallel_state.get_tensor_model_parallel_group()
         options = context.config.megatron.model_extra or {}
         self._chunk_tokens = int(options.get("log_probs_chunk_size") or CHUNK_TOKENS)
-        self._speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._speaks = (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
         """Whether this rank's figures count: one of the ranks that computed the same."""
 
     def train(self, work: Work, rollout_id: int) -> dict[str, float]:
@@ -73,8 +77,8 @@ class Steps:
             model.zero_grad_buffer()
         self.built.optimizer.zero_grad()
 
-        def loss_of(micro: MicroBatch, logits_bSV: Tensor) -> tuple[Tensor, Figures]:
-            return self._loss(work, micro, *self._logprobs(logits_bSV, micro), ref_logp_BL, denominator, num_tokens)
+        def loss_of(micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Figures]:
+            return self._loss(work, micro, *self._logprobs(logits, micro), ref_logp_BL, denominator, num_tokens)
 
         outputs = run_passes(self.built.ddp, work, rows, self.config, loss_of, forward_only=False)
         if self.critic is not None:
@@ -133,12 +137,12 @@ class Steps:
         """[B, L] log-probs of the frozen model, on the last stage."""
         with reference.in_place():
             return of_every_sample(
-                self.built.ddp, work, self.config, lambda micro, logits_bSV: self._logprobs(logits_bSV, micro)[0]
+                self.built.ddp, work, self.config, lambda micro, logits: self._logprobs(logits, micro)[0]
             )
 
-    def _logprobs(self, logits_bSV: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         logp_M, entropy_M = vocab_parallel_logprobs(
-            logits_bSV.flatten(0, 1),
+            logits.flatten(0, 1),
             micro.row_M,
             micro.token_M,
             temperature=self.config.rollout.rollout_temperature,

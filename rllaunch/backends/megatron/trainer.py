@@ -31,6 +31,7 @@ from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
 from rllaunch.backends.megatron.ipc import IpcSender
 from rllaunch.backends.megatron.lora import Adapters
+from rllaunch.backends.megatron.passes import share_here
 from rllaunch.backends.megatron.pieces import Piece, pieces
 from rllaunch.backends.megatron.regions import (
     Reference,
@@ -230,16 +231,16 @@ class MegatronTrainer:
     def train(self, batch: TrainBatch) -> TrainMetrics:
         """Train on one rollout.
 
-        Every rank is given all samples; data-parallel ranks take their share of each optimizer step's.
+        Every rank is given all samples; data-parallel ranks take their share of each optimizer step's, and
+        context-parallel ranks of each sample.
         """
         if not self._regions["grads"].is_resident and self._regions["params"].is_resident:
             # Released by `clear_memory` without an offload after it; their content is made anew in each step.
             self._regions["grads"].allocate()
         for region in ("params", "optimizer", "grads"):
             self._require(region, "train")
-        config = self.built.configs.transformer
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        work = make_work(batch, self.context.config, self.slot.device, multiple=multiple)
+        share = share_here(self.context.config, self.built.configs, self.slot.device)
+        work = make_work(batch, self.context.config, self.slot.device, share)
         figures = self.steps.train(work, batch.rollout_id)
         if self._is_cuda and self._offloads:
             # What is left of the activations is nobody's: the handoff would return it in a moment.
