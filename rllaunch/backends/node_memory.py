@@ -41,9 +41,12 @@ class GpuMemory:
             return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
         return self._nvml.nvmlDeviceGetHandleByIndex(gpu)
 
+    def used(self) -> int:
+        """Bytes in use on the fullest of the GPUs."""
+        return max(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
+
     def _now(self) -> tuple[int, int]:
-        gpu = max(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
-        return gpu, node_bytes()
+        return self.used(), node_bytes()
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):

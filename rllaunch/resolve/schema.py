@@ -108,6 +108,10 @@ class Handoff(Section):
     offload_train_buffers: Annotated[TrainBuffers, Flag("--offload-train-buffers")] = "auto"
     """How host copies are held: `retained` for the whole run, `fresh` at each offload, or in one arena `shared` by
     the trainer's backup and the engine's mirror."""
+    offload_train_process_groups: Annotated[bool, Flag("--offload-train-process-groups")] = False
+    """Destroy the NCCL communicators of the trainer's process groups while it is offloaded and make them anew when it
+    returns: frees their GPU memory for the engines, and costs the time in which all groups connect, every rollout. The
+    default group's stays: the engines' weights go over it."""
     trainer_offload_backend: Annotated[OffloadBackend, Flag("--trainer-offload-backend")] = "arena"
     """What moves the trainer's state: `arena`, pinned memory of our own, or `torch_memory_saver`, which keeps the
     addresses of tensors and is slower unless its buffers are retained."""
