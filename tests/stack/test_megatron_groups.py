@@ -50,7 +50,8 @@ def test_training_is_the_same_to_the_bit_and_communicators_are_gone_in_between(t
             assert figures == plain, layout
             assert sent.keys() == plain_sent.keys()
             assert all(torch.equal(sent[name], tensor) for name, tensor in plain_sent.items()), layout
-            assert all(s["said"] == "" and s["seconds"] is None for s in kept), "without the flag nothing goes"
+            for at in kept:
+                assert (at["said"], at["seconds"]) == ("", None), "without the flag nothing goes"
             assert [s["step"] for s in seen] == [s["step"] for s in kept]
             awake = True
             for at in seen:
@@ -61,8 +62,7 @@ def test_training_is_the_same_to_the_bit_and_communicators_are_gone_in_between(t
                 assert (at["seconds"] is not None) is (goes or comes), (layout, at)
                 assert at["bytes"] is None, "nothing reads a GPU here"
                 if goes:
-                    assert at["were"] > 5, "Megatron-core made groups"
-                    assert at["left"] == 0, "and nothing holds what communicated behind them"
+                    assert at["closed"] > 0, "connections end with the communicators"
             assert [s["step"] for s in seen].count("trainer.onload") == 3
         assert ranks[0][f"{layout}, True"][1], "rank 0 has sent weights"
 
