@@ -274,6 +274,9 @@ class Run(Section):
     """Rollouts between two evaluations on the held-out prompts; 0: only after the last."""
     run_dir: Annotated[str, Flag("--run-dir")] = ""
     """Directory of the run; empty: `runs/MODEL-HARDWARE-TIME`."""
+    record_pss: Annotated[bool, Flag("--record-pss")] = False
+    """Read the host memory of each trainer rank and engine by itself after every step (PSS, `pss_bytes` in
+    `events.jsonl`). The kernel walks page tables for it, 4 to 19 ms a GiB, which counts into the step's seconds."""
     disk_reserve_bytes: int = Field(default=64 * 2**20, ge=0)
     """Free bytes the run directory's disk must keep beyond the checkpoints."""
     torch_num_threads: int = Field(default=1, ge=1)

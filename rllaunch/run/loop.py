@@ -247,6 +247,7 @@ class Loop:
             "host_bytes": memory.host_bytes,
             "own_gpu_bytes": memory.own_gpu_bytes,
             "pinned_bytes": memory.pinned_bytes,
+            "pss_bytes": memory.pss_bytes,
             "communicator_seconds": _rounded(memory.communicator_seconds),
             "communicator_bytes": memory.communicator_bytes,
             "gpu_peak_bytes": memory.gpu_peak_bytes,
