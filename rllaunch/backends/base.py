@@ -176,6 +176,11 @@ class MemoryReading:
         moved_bytes: copied between GPU and host by this process since its last reading.
         own_gpu_bytes: of `gpu_bytes` those that the processes of who reads hold; None where nothing tells.
         pinned_bytes: of `host_bytes` those that the trainers' host copies on the node take; None where nobody counts.
+        pss_bytes: host RAM of the processes of who reads (a trainer rank, an engine with what is below it), pages that
+            several share counted in parts; None unless `run.record_pss` asks, and the kernel tells.
+        communicator_seconds: that destroying the trainer's communicators, or making them anew, took since the last
+            reading; None where neither was done.
+        communicator_bytes: of a GPU that they took by it, negative where they gave them back.
     """
 
     gpu_bytes: int
@@ -185,6 +190,9 @@ class MemoryReading:
     moved_bytes: int = 0
     own_gpu_bytes: int | None = None
     pinned_bytes: int | None = None
+    pss_bytes: int | None = None
+    communicator_seconds: float | None = None
+    communicator_bytes: int | None = None
 
 
 def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
@@ -197,6 +205,9 @@ def fullest(readings: Sequence[MemoryReading]) -> MemoryReading:
         max(r.moved_bytes for r in readings),
         max((r.own_gpu_bytes for r in readings if r.own_gpu_bytes is not None), default=None),
         max((r.pinned_bytes for r in readings if r.pinned_bytes is not None), default=None),
+        max((r.pss_bytes for r in readings if r.pss_bytes is not None), default=None),
+        max((r.communicator_seconds for r in readings if r.communicator_seconds is not None), default=None),
+        max((r.communicator_bytes for r in readings if r.communicator_bytes is not None), key=abs, default=None),
     )
 
 

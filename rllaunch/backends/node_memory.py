@@ -14,9 +14,11 @@ import psutil
 from rllaunch.backends.base import MemoryReading
 from rllaunch.resolve.detect import visible_devices
 from rllaunch.resolve.limits import ROOT, USAGE_FILES, Cgroup, limiting_cgroup
+from rllaunch.resolve.schema import LaunchConfig
 
 # NVML answers in about a millisecond; a handoff moves tens of GiB a second.
 SAMPLE_SECONDS = 0.02
+_PROC = Path("/proc")
 
 
 class GpuMemory:
@@ -42,9 +44,12 @@ class GpuMemory:
             return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
         return self._nvml.nvmlDeviceGetHandleByIndex(gpu)
 
+    def used(self) -> int:
+        """Bytes in use on the fullest of the GPUs."""
+        return max(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
+
     def _now(self) -> tuple[int, int]:
-        gpu = max(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
-        return gpu, node_bytes()
+        return self.used(), node_bytes()
 
     def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
@@ -117,6 +122,31 @@ def _used(cgroup: Cgroup) -> int:
     stat = dict(line.split() for line in lines)
     file, shared = _FILE_AND_SHARED[cgroup.version]
     return current - max(0, int(stat[file]) - int(stat[shared]))
+
+
+def recorded_pss(config: LaunchConfig, pids: Sequence[int]) -> int | None:
+    """`pss_of` where the launch asks for it."""
+    return pss_of(pids) if config.run.record_pss else None
+
+
+def pss_of(pids: Sequence[int]) -> int | None:
+    """Host bytes of these processes, pages that several share counted in parts; None where the kernel does not tell.
+
+    Who has ended holds nothing. Measured on two cores with Linux 6.18: 6 ms a GiB of plain pages, 4 of huge ones, up to
+    19 of shared memory.
+    """
+    if not pids or not (_PROC / "self" / "smaps_rollup").exists():
+        return None
+    total = 0
+    for pid in pids:
+        try:
+            lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii").splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:
+            return None
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
 
 
 def gpu_of_process(environ: Mapping[str, str] = os.environ) -> str:

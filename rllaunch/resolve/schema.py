@@ -108,6 +108,10 @@ class Handoff(Section):
     offload_train_buffers: Annotated[TrainBuffers, Flag("--offload-train-buffers")] = "auto"
     """How host copies are held: `retained` for the whole run, `fresh` at each offload, or in one arena `shared` by
     the trainer's backup and the engine's mirror."""
+    offload_train_process_groups: Annotated[bool, Flag("--offload-train-process-groups")] = False
+    """Destroy the NCCL communicators of the trainer's process groups while it is offloaded and make them anew when it
+    returns: frees their GPU memory for the engines, and costs the time in which all groups connect, every rollout. The
+    default group's stays: the engines' weights go over it."""
     trainer_offload_backend: Annotated[OffloadBackend, Flag("--trainer-offload-backend")] = "arena"
     """What moves the trainer's state: `arena`, pinned memory of our own, or `torch_memory_saver`, which keeps the
     addresses of tensors and is slower unless its buffers are retained."""
@@ -270,6 +274,9 @@ class Run(Section):
     """Rollouts between two evaluations on the held-out prompts; 0: only after the last."""
     run_dir: Annotated[str, Flag("--run-dir")] = ""
     """Directory of the run; empty: `runs/MODEL-HARDWARE-TIME`."""
+    record_pss: Annotated[bool, Flag("--record-pss")] = False
+    """Read the host memory of each trainer rank and engine by itself after every step (PSS, `pss_bytes` in
+    `events.jsonl`). The kernel walks page tables for it, 4 to 19 ms a GiB, which counts into the step's seconds."""
     disk_reserve_bytes: int = Field(default=64 * 2**20, ge=0)
     """Free bytes the run directory's disk must keep beyond the checkpoints."""
     torch_num_threads: int = Field(default=1, ge=1)

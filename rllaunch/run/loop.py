@@ -247,6 +247,9 @@ class Loop:
             "host_bytes": memory.host_bytes,
             "own_gpu_bytes": memory.own_gpu_bytes,
             "pinned_bytes": memory.pinned_bytes,
+            "pss_bytes": memory.pss_bytes,
+            "communicator_seconds": _rounded(memory.communicator_seconds),
+            "communicator_bytes": memory.communicator_bytes,
             "gpu_peak_bytes": memory.gpu_peak_bytes,
             "host_peak_bytes": memory.host_peak_bytes,
             "planned_bytes_moved": planned.bytes_moved,
@@ -266,6 +269,10 @@ class Loop:
             if abs(ratio - 1) > abs(progress.worst_ratios[tier] - 1):
                 progress.worst_ratios[tier] = ratio
         return row
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _eval_report(report: Mapping[str, Any]) -> dict[str, Any]:

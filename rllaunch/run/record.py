@@ -218,7 +218,14 @@ def saved_layer(run_dir: Path) -> Layer:
 
 
 # What may differ between a run and its resumption without changing what it computes.
-_FREE_ON_RESUME = ("run.num_rollout", "run.save_interval", "run.save_total_limit", "run.eval_interval", "run.run_dir")
+_FREE_ON_RESUME = (
+    "run.num_rollout",
+    "run.save_interval",
+    "run.save_total_limit",
+    "run.eval_interval",
+    "run.run_dir",
+    "run.record_pss",
+)
 _FREE_SECTIONS = ("handoff", "pools")
 
 

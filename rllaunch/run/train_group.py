@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from rllaunch.backends.base import (
     TrainerBackend,
     fullest,
 )
-from rllaunch.backends.node_memory import gpu_of_process
+from rllaunch.backends.node_memory import gpu_of_process, recorded_pss
 from rllaunch.errors import RllaunchError, RunError
 from rllaunch.plan.handoff import Region
 from rllaunch.run.ledgers import hold, is_held
@@ -72,6 +74,7 @@ class TrainerRank:
         if slot.index % context.config.gpus_per_node == 0 and not is_held(Path(slot.ledger_dir)):
             # The driver is on another node: on this one nobody else would clear up.
             self._ledgers.enter_context(hold(Path(slot.ledger_dir)))
+        self._config = context.config
         self.backend = BackendSpec(context.config.trainer.backend, target).load()(context, slot)
 
     def gpu(self) -> str:
@@ -96,7 +99,10 @@ class TrainerRank:
         self.backend.init(rank)
         if checkpoint is not None:
             self.backend.load(checkpoint)
-        return self.backend.memory()
+        return self._memory()
+
+    def _memory(self) -> MemoryReading:
+        return replace(self.backend.memory(), pss_bytes=recorded_pss(self._config, [os.getpid()]))
 
     def run(
         self, steps: Sequence[str], batch: TrainBatch | None, is_after_rollout: bool
@@ -117,7 +123,7 @@ class TrainerRank:
                 report = self.backend.train(batch).values
             else:
                 getattr(self.backend, step.removeprefix("trainer."))()
-            return self.backend.memory(), report
+            return self._memory(), report
 
         self.backend.memory()  # a peak belongs to the step in which it was
         results, error = run_steps(steps, one)
@@ -146,11 +152,11 @@ class TrainerRank:
             # of the memory is some moment between.
             return [], None
         seconds = time.perf_counter() - started - sum(r.seconds for r in sink.results)
-        return [*sink.results, StepResult(self.backend.memory(), seconds, {"update_bytes": sent})], None
+        return [*sink.results, StepResult(self._memory(), seconds, {"update_bytes": sent})], None
 
     def save(self, directory: str) -> MemoryReading:
         self.backend.save(directory)
-        return self.backend.memory()
+        return self._memory()
 
     def shutdown(self) -> None:
         with self._ledgers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -98,3 +100,33 @@ def test_host_memory_in_a_cgroup_of_version_1(tmp_path: Path):
 
 def test_host_memory_without_cgroups_is_the_machines(tmp_path: Path):
     assert 2**26 < node_bytes(tmp_path) < 2**50
+
+
+def test_pss_is_what_processes_hold_by_themselves():
+    before = memory.pss_of([os.getpid()])
+    assert before is not None
+    held = bytearray(os.urandom(1)) * (64 * 2**20)
+    after = memory.pss_of([os.getpid()])
+    assert after is not None
+    assert 0.9 * len(held) < after - before < 1.3 * len(held)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    both = memory.pss_of([os.getpid(), child.pid])
+    assert both is not None
+    assert both > after
+    child.communicate(b"\n")
+    ended = memory.pss_of([os.getpid(), child.pid])
+    assert ended is not None
+    assert ended == pytest.approx(after, rel=0.1), "who has ended holds nothing"
+    assert memory.pss_of([]) is None
+
+
+def test_without_an_answer_of_the_kernel_there_is_no_pss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(memory, "_PROC", tmp_path)
+    assert memory.pss_of([7]) is None
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "smaps_rollup").write_text("")
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "smaps_rollup").write_text("Rss: 9 kB\nPss: 3 kB\nPss_Dirty: 2 kB\n")
+    assert memory.pss_of([7, 8]) == 3 * 1024
+    (tmp_path / "8" / "smaps_rollup").mkdir(parents=True)  # read, it is an error as of a kernel that refuses
+    assert memory.pss_of([7, 8]) is None

@@ -16,6 +16,7 @@ from rig import PROMPTS, VOCABULARY, make_context, make_prompts
 from rllaunch.backends.base import Bucket, GenerateRequest, LaunchContext, Slot, TensorSlice
 from rllaunch.backends.embedded.pool import Pool
 from rllaunch.backends.embedded.tokenizer import EOS_ID, PAD_ID, CharTokenizer
+from rllaunch.backends.node_memory import pss_of
 from rllaunch.backends.sglang.engine import SglangEngine, one_checksum, to_arrays
 from rllaunch.backends.sglang.process import EngineProcess
 from rllaunch.errors import ConfigError, RunError
@@ -248,6 +249,21 @@ def test_regions_are_those_the_engine_reports_and_are_booked(tmp_path: Path):
     finally:
         engine.shutdown()
     assert Pool.open(pool).used() == 0
+
+
+def test_its_own_host_memory_is_that_of_its_processes_where_it_is_asked_for(tmp_path: Path):
+    plain, asked = started(tmp_path / "a"), started(tmp_path / "b", run={"record_pss": True})
+    try:
+        assert plain.memory().pss_bytes is None
+        assert asked._process is not None
+        whole = asked.memory().pss_bytes
+        top = pss_of([asked._process.pid])
+        assert whole is not None
+        assert top is not None
+        assert whole > top > 2**20, "what is below its process counts too"
+    finally:
+        plain.shutdown()
+        asked.shutdown()
 
 
 def test_shutdown_ends_the_engines_processes_and_no_other(tmp_path: Path):

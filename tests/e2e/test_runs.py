@@ -61,6 +61,14 @@ def test_events_are_the_schedule_step_by_step(train: Callable[..., Any]):
     assert all(keys <= set(e) for e in run.events)
 
 
+def test_host_memory_of_each_process_is_recorded_where_it_is_asked_for(train: Callable[..., Any]):
+    asked = train("--num-rollout", "2", "--record-pss")
+    assert asked.code == 0, asked.err
+    for event in asked.events:
+        assert 2**26 < event["pss_bytes"] < 2**33, event["step"]
+    assert all(event["pss_bytes"] is None for event in train(*SHORT).events)
+
+
 @pytest.mark.parametrize(
     "words",
     [SHORT, (*SHORT, *MIRROR), (*SHORT, *GPU, *MIRROR), (*SHORT, *GPU, *MIRROR, "--offload-train-buffers", "fresh")],

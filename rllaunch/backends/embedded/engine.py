@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +23,7 @@ from rllaunch.backends.embedded.model import build_model, engine_dtype, special_
 from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.backends.embedded.sizes import arena_bytes, padded_bytes, read_memory
+from rllaunch.backends.node_memory import recorded_pss
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, Region
 
@@ -247,7 +250,8 @@ class EmbeddedEngine:
         return all(buffer.is_resident for buffer in self._buffers.values())
 
     def memory(self) -> MemoryReading:
-        return read_memory(self._device_pool, self._host_pool, self._copies)
+        pss = recorded_pss(self.context.config, [os.getpid()])
+        return replace(read_memory(self._device_pool, self._host_pool, self._copies), pss_bytes=pss)
 
     def shutdown(self) -> None:
         if self._copies is not None:

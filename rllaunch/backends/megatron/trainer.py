@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from rllaunch.backends.megatron.ipc import IpcSender
 from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.passes import share_here
 from rllaunch.backends.megatron.pieces import Piece, pieces
+from rllaunch.backends.megatron.process_groups import ProcessGroups
 from rllaunch.backends.megatron.regions import (
     Reference,
     StorageRegion,
@@ -74,6 +76,7 @@ class MegatronTrainer:
         # An engine in a process of its own reads GPU memory of ours; the embedded one reads a file.
         self._uses_ipc = self._is_cuda and context.config.rollout.backend != "embedded"
         self._gpu: GpuMemory | None = None
+        self.groups: ProcessGroups | None = None
         self._regions: dict[Region, StorageRegion] = {}
         self._copies: HostCopies | None = None
         self._saved: SavedState | None = None
@@ -92,10 +95,13 @@ class MegatronTrainer:
     # -- life --------------------------------------------------------------------------------------
 
     def init(self, rank: RankInfo) -> None:
-        start_processes(self.context.config, rank, self.slot.device)
         if self._is_cuda:
             self._gpu = GpuMemory(self.context.gpus_of(self.slot))
-        self.built: Built = build(self.context, self.slot.device)
+        if self.context.config.handoff.offload_train_process_groups and self.context.options.offload_train:
+            self.groups = ProcessGroups(self.slot.device, self._gpu.used if self._gpu is not None else None)
+        with self.groups.adopting() if self.groups is not None else nullcontext():
+            start_processes(self.context.config, rank, self.slot.device)
+            self.built: Built = build(self.context, self.slot.device)
         self._find_regions()
         if self._is_cuda and self.context.config.handoff.trainer_offload_backend == "torch_memory_saver":
             self._saved = self._saved_state()
@@ -169,6 +175,8 @@ class MegatronTrainer:
     def offload(self) -> None:
         if not self._offloads or not self._regions["params"].is_resident:
             return
+        if self.groups is not None:
+            self.groups.tear_down()
         if self._regions["grads"].is_resident:
             self._regions["grads"].free()
         if self._saved is not None:
@@ -190,12 +198,16 @@ class MegatronTrainer:
                 self._copies.restore(region, self._regions[region].pieces())
         if not self._regions["grads"].is_resident:
             self._regions["grads"].allocate()
+        if self.groups is not None:
+            self.groups.make_anew()
 
     @property
     def _offloads(self) -> bool:
         return self._saved is not None or self._copies is not None
 
     def clear_memory(self) -> None:
+        if self.groups is not None:
+            self.groups.tear_down()
         if self._regions["grads"].is_resident:
             self._regions["grads"].free()
         self._return_to_driver()
@@ -207,6 +219,10 @@ class MegatronTrainer:
             torch.cuda.empty_cache()
 
     def memory(self) -> MemoryReading:
+        seconds, nbytes = self.groups.take_figures() if self.groups is not None else (None, None)
+        return replace(self._reading(), communicator_seconds=seconds, communicator_bytes=nbytes)
+
+    def _reading(self) -> MemoryReading:
         if self._gpu is not None:
             holder = self._saved or self._copies
             reading = self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
@@ -237,6 +253,8 @@ class MegatronTrainer:
         if not self._regions["grads"].is_resident and self._regions["params"].is_resident:
             # Released by `clear_memory` without an offload after it; their content is made anew in each step.
             self._regions["grads"].allocate()
+            if self.groups is not None:
+                self.groups.make_anew()
         for region in ("params", "optimizer", "grads"):
             self._require(region, "train")
         share = share_here(self.context.config, self.built.configs, self.slot.device)

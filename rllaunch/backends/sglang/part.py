@@ -13,7 +13,7 @@ from rllaunch.backends.base import LaunchContext, MemoryReading, Slot
 from rllaunch.backends.embedded.host_copies import lies_in_arena
 from rllaunch.backends.embedded.pool import Pool, open_pools
 from rllaunch.backends.embedded.sizes import read_memory
-from rllaunch.backends.node_memory import GpuMemory
+from rllaunch.backends.node_memory import GpuMemory, recorded_pss
 from rllaunch.backends.sglang import guest
 from rllaunch.backends.sglang.checkpoint import write_checkpoint
 from rllaunch.backends.sglang.options import MAX_SLOTS_APART, Span, decided, find_ports, given, preferred
@@ -137,8 +137,12 @@ class NodePart:
             self._gpus = GpuMemory(self._gpu_ids)
 
     def memory(self) -> MemoryReading:
+        pids = self._process.pids if self._process is not None else []
+        return replace(self._reading(pids), pss_bytes=recorded_pss(self.context.config, pids))
+
+    def _reading(self, pids: Sequence[int]) -> MemoryReading:
         if self._gpus is not None:
-            return self._gpus.reading(pids=self._process.pids if self._process is not None else ())
+            return self._gpus.reading(pids=pids)
         assert self._pools is not None, "memory is read after the start"
         return read_memory(*self._pools, None)
 

@@ -19,6 +19,7 @@ from rllaunch.doctor.rules import (
     memory_saver,
     nccl,
     numa,
+    process_groups,
     prompts,
     release,
     run_dir,
@@ -35,6 +36,7 @@ from rllaunch.doctor.rules import (
 FAMILIES = (
     gpu_order,
     release,
+    process_groups,
     colocation,
     groups,
     engines,

@@ -30,6 +30,7 @@ TRAINER_ONLY_ELSEWHERE = (
     "trainer.decoder_first_pipeline_num_layers",
     "trainer.decoder_last_pipeline_num_layers",
     "handoff.train_memory_margin_bytes",
+    "handoff.offload_train_process_groups",
 )
 USER_LAYERS = ("config", "env", "flag")
 
