@@ -13,20 +13,28 @@ from launching import Run, finish, start
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 
+TENSOR, CONTEXT = ("--tensor-model-parallel-size", "2"), ("--context-parallel-size", "2")
+
+
 @pytest.mark.parametrize(
-    "more",
-    [(), ("--colocate-memory-peak-device", "gpu"), ("--lora-rank", "4"), ("--advantage-estimator", "ppo")],
-    ids=["cpu order", "gpu order", "lora", "ppo"],
+    ("layout", "more"),
+    [
+        (TENSOR, ()),
+        (CONTEXT, ("--colocate-memory-peak-device", "gpu")),
+        (TENSOR, ("--lora-rank", "4")),
+        (TENSOR, ("--advantage-estimator", "ppo")),
+    ],
+    ids=["cpu order", "gpu order, context", "lora", "ppo"],
 )
-def test_two_tensor_parallel_ranks_train_the_run_that_the_embedded_trainer_trains(
-    more: tuple[str, ...], cpu_guest: dict[str, str], tmp_path: Path
+def test_two_ranks_that_share_a_model_train_the_run_that_the_embedded_trainer_trains(
+    layout: tuple[str, ...], more: tuple[str, ...], cpu_guest: dict[str, str], tmp_path: Path
 ) -> None:
     def run(name: str, *words: str) -> Run:
         path = tmp_path / name
         common = ("--num-gpus-per-node", "2", "--num-rollout", "3")
         return finish(start(path, *common, *more, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
 
-    ours = run("ours", "--trainer-backend", "megatron-cpu", "--tensor-model-parallel-size", "2")
+    ours = run("ours", "--trainer-backend", "megatron-cpu", *layout)
     theirs = run("theirs")
     assert (ours.code, theirs.code) == (0, 0), ours.err + theirs.err
     for got, want in zip(ours.metrics, theirs.metrics, strict=True):
