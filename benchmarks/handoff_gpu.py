@@ -64,7 +64,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "0.6b": (1024, 3072, 28, 16, 151936, True),
         "2.6b": (2560, 9728, 24, 32, 32000, False),
         "4b": (2560, 9728, 36, 32, 151936, True),
-        "6b": (4096, 12288, 25, 32, 151936, False),
+        "5b": (4096, 12288, 20, 32, 151936, False),
     }.items()
 }
 NUM_ENGINES = 8
@@ -485,7 +485,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     say(HEAD)
-    for size in options.size or ["0.6b", "2.6b", "6b"]:
+    for size in options.size or ["0.6b", "4b", "5b"]:
         bench = Bench(size, options)
         try:
             bench.run()

@@ -104,7 +104,7 @@ class LastingGroup(dist.ProcessGroup):
         """Whether these are on the device whose communicator goes.
 
         Args:
-            tensors: one, a list of them, or a list of lists.
+            tensors: one, or a list that begins with one, or with such a list.
         """
         while isinstance(tensors, list | tuple) and tensors:
             tensors = tensors[0]
@@ -173,7 +173,7 @@ class LastingGroup(dist.ProcessGroup):
 def _passed_on(name: str, *, is_collective: bool) -> Callable[..., Any]:
     def call(self: LastingGroup, *args: Any, **kwargs: Any) -> Any:
         answer = getattr(self.inner, name)(*args, **kwargs)
-        self.has_met = self.has_met or (is_collective and self.goes_over(args[0]))
+        self.has_met = self.has_met or (is_collective and self.goes_over([*args, *kwargs.values()]))
         return answer
 
     call.__name__ = name
