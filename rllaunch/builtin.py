@@ -32,6 +32,7 @@ def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
             "megatron",
             "rllaunch.backends.megatron.trainer:MegatronTrainer",
             "rllaunch.backends.megatron.saver:environment_of",
+            loads_any_layout=True,
         ),
     ]
 

@@ -39,6 +39,7 @@ class BackendSpec:
             and all are asked at the same time. Else they share the rollout manager's process and take turns.
         follower: of a rollout backend with `own_process`: `module:Class` of an `EngineFollower`, one on each further
             node of an engine that spans nodes. Empty: its engines do not.
+        loads_any_layout: of a trainer backend: a run may resume on another number or layout of ranks.
     """
 
     name: str
@@ -46,6 +47,7 @@ class BackendSpec:
     environment: str = ""
     own_process: bool = False
     follower: str = ""
+    loads_any_layout: bool = False
 
     def load(self) -> Callable[..., Any]:
         return _imported(self.target)

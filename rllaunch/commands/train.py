@@ -59,7 +59,10 @@ def train(
     if resume:
         from rllaunch.run.record import refuse_changes
 
-        refuse_changes(Path(config.run.run_dir).expanduser(), config)
+        backend = made.plugins.backends("trainer").get(config.trainer.backend)
+        any_layout = backend is not None and backend.loads_any_layout
+        if moved := refuse_changes(Path(config.run.run_dir).expanduser(), config, any_layout=any_layout):
+            console.say("note: resumed on another layout, so not to the bit:\n  " + "\n  ".join(moved))
     findings = made.findings(probe=False)
     if rehearse:
         # Whether it fits is what the rehearsal shows.
@@ -139,7 +142,8 @@ def _resumed(request: Request) -> Request:
         given.insert(0, Setting("run.run_dir", named, "RLLAUNCH_RUN__RUN_DIR"))
     if not given:
         raise UsageError("--resume needs the run's directory", "--resume", "name it with --run-dir DIR")
-    return replace(request, base=saved_layer(Path(str(given[-1].value)).expanduser()))
+    other_hardware = any(s.key == "hardware.name" for s in request.flags)
+    return replace(request, base=saved_layer(Path(str(given[-1].value)).expanduser(), other_hardware=other_hardware))
 
 
 def _default_run_dir(made: Launch) -> Path:
@@ -233,10 +237,15 @@ def _verdict(summary: dict[str, object]) -> str:
         value = summary.get(key)
         if isinstance(value, float):
             parts.append(f"{label} {value:.3f}")
-    ratios = summary["worst_plan_ratios"]
-    assert isinstance(ratios, dict), "the loop reports ratios"
-    if set(ratios.values()) == {1.0}:
+    ranges = summary["plan_ratio_ranges"]
+    assert isinstance(ranges, dict), "the loop reports ratios"
+    if all(ratio == 1.0 for ends in ranges.values() for ratio in ends):
         parts.append("memory as planned, to the byte")
     else:
-        parts.append(f"measured ÷ planned at worst {ratios['gpu']:.2f} on the GPU, {ratios['host']:.2f} on the host")
+        told = (
+            f"{ranges[tier][0]:.2f} to {ranges[tier][1]:.2f} on the {name}"
+            for tier, name in (("gpu", "GPU"), ("host", "host"))
+            if tier in ranges
+        )
+        parts.append(f"measured ÷ planned {', '.join(told)}")
     return ", ".join(parts)

@@ -96,6 +96,8 @@ class Progress:
     worst_plan_ratio: float = 1.0
     worst_ratios: dict[str, float] = field(default_factory=lambda: {"gpu": 1.0, "host": 1.0})
     """Of measured to planned bytes, the one furthest from 1 on each tier."""
+    ratio_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The smallest and the largest of them on each tier."""
 
 
 class Loop:
@@ -268,6 +270,8 @@ class Loop:
                 progress.worst_plan_ratio = ratio
             if abs(ratio - 1) > abs(progress.worst_ratios[tier] - 1):
                 progress.worst_ratios[tier] = ratio
+            low, high = progress.ratio_ranges.get(tier, (ratio, ratio))
+            progress.ratio_ranges[tier] = min(low, ratio), max(high, ratio)
         return row
 
 

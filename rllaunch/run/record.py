@@ -196,8 +196,13 @@ def default_run_dir(config: LaunchConfig, now: datetime) -> Path:
     raise EnvironmentProblem(f"no free name for a run directory like {stem}", "", "choose one with --run-dir")
 
 
-def saved_layer(run_dir: Path) -> Layer:
+def saved_layer(run_dir: Path, *, other_hardware: bool = False) -> Layer:
     """The config of a run that is resumed, as a layer below the flags.
+
+    What followed from the layout is left out: it follows again, from another layout if flags set one.
+
+    Args:
+        other_hardware: leave out the facts of the run's hardware too.
 
     Raises:
         ConfigError: there is no run in that directory, or its config cannot be read.
@@ -213,8 +218,20 @@ def saved_layer(run_dir: Path) -> Layer:
         raise ConfigError(f"the run's config cannot be read: {err}", str(file), "restore the file") from None
     if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
         raise ConfigError("the run's config is not one that rllaunch wrote", str(file), "restore the file")
-    settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v != {}]
+    left_out = _derived(run_dir / "launch.json") & set(_LAYOUT_KEYS)
+    settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v != {} and k not in left_out]
+    if other_hardware:
+        settings = [s for s in settings if not s.key.startswith("hardware.")]
     return Layer("run", tuple(settings))
+
+
+def _derived(file: Path) -> set[str]:
+    """Keys that the run derived from others; none where it did not keep their origins."""
+    try:
+        origins = json.loads(file.read_text(encoding="utf-8"))["origins"]
+        return {key for key, given in origins.items() if given[-1]["layer"] == "derived"}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return set()
 
 
 # What may differ between a run and its resumption without changing what it computes.
@@ -225,33 +242,62 @@ _FREE_ON_RESUME = (
     "run.eval_interval",
     "run.run_dir",
     "run.record_pss",
+    "run.allow",
+    "run.disk_reserve_bytes",
+    "cluster.ray_address",
 )
 _FREE_SECTIONS = ("handoff", "pools")
+# Where a trainer's checkpoints fit any layout: how the same sums are shared out, which rounds them otherwise.
+_LAYOUT_KEYS = (
+    *(f"trainer.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")),
+    "trainer.expert_tensor_parallel_size",
+    "trainer.sequence_parallel",
+    "trainer.decoder_first_pipeline_num_layers",
+    "trainer.decoder_last_pipeline_num_layers",
+    "trainer.micro_batch_size",
+    "trainer.max_tokens_per_gpu",
+    "trainer.recompute_granularity",
+    "trainer.optimizer_cpu_offload",
+    "cluster.num_nodes",
+    "cluster.num_gpus_per_node",
+    "cluster.actor_num_nodes",
+    "cluster.actor_num_gpus_per_node",
+    "rollout.rollout_num_gpus",
+    "rollout.rollout_num_gpus_per_engine",
+)
+_LAYOUT_SECTIONS = ("hardware", "sglang", "env")
 
 
-def refuse_changes(run_dir: Path, config: LaunchConfig) -> None:
-    """Raises ConfigError if the config differs from the run's own in what decides its results."""
+def refuse_changes(run_dir: Path, config: LaunchConfig, *, any_layout: bool = False) -> list[str]:
+    """What of the layout differs from the run's own, which changes its results by rounding alone.
+
+    Args:
+        any_layout: whether the trainer loads a checkpoint of another layout.
+
+    Raises:
+        ConfigError: something that decides the results differs.
+    """
     saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     now = config.model_dump(mode="json")
-    changed = []
+    changed, rounded = [], []
     for section, values in now.items():
         for key, value in values.items():
             dotted = f"{section}.{key}"
-            free = section in _FREE_SECTIONS or dotted in (
-                *_FREE_ON_RESUME,
-                "run.allow",
-                "run.disk_reserve_bytes",
-                "cluster.ray_address",
-            )
             before = saved.get(section, {}).get(key)
-            if not free and before != value:
-                changed.append(f"{dotted} was {before!r}, is {value!r}")
+            if before == value or section in _FREE_SECTIONS or dotted in _FREE_ON_RESUME:
+                continue
+            text = f"{dotted} was {before!r}, is {value!r}"
+            if any_layout and (section in _LAYOUT_SECTIONS or dotted in _LAYOUT_KEYS):
+                rounded.append(text)
+            else:
+                changed.append(text)
     if changed:
         raise ConfigError(
             "a resumed run keeps what decides its results",
             (*changed, f"the run's own: {run_dir / 'config.json'}"),
             "leave these flags out, or start a new run",
         )
+    return rounded
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -111,6 +111,7 @@ def start(
             "rollouts": progress.next_rollout,
             "worst_plan_ratio": progress.worst_plan_ratio,
             "worst_plan_ratios": progress.worst_ratios,
+            "plan_ratio_ranges": progress.ratio_ranges,
             **{k: v for k, v in progress.metrics.items() if k not in ("rollout_id", "seconds")},
         }
     except KeyboardInterrupt:

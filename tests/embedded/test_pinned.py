@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 
@@ -58,3 +59,45 @@ def test_a_file_in_memory_that_outgrows_its_disk_is_an_error(tmp_path: object):
         file.truncate(MIB)
         with pytest.raises(RunError, match="refuses 2,097,152 bytes"):
             pinned.fault_in(host_bytes)
+
+
+class Driver:
+    """The two calls of the CUDA runtime: like it, it refuses an address that is still locked (error 712)."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if address in self.locked:
+            return 712
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    return made
+
+
+def test_locked_memory_that_nobody_gave_back_is_unlocked_before_it_is_unmapped(driver: Driver):
+    kept = pinned.allocate_pinned(MIB)
+    view = pinned.allocate_pinned(MIB)[5:9]
+    gc.collect()
+    assert len(driver.locked) == 2, "a view keeps all of it"
+    del view
+    gc.collect()
+    assert list(driver.locked) == [kept.data_ptr()]
+    # The kernel gives the same address again: the driver must have forgotten it.
+    again = pinned.allocate_pinned(MIB)
+    pinned.release_pinned(again)
+    pinned.release_pinned(kept)
+    assert not driver.locked
+    del kept, again
+    gc.collect()  # what was released is not unlocked a second time
+    assert not driver.locked

@@ -2,7 +2,7 @@
 
 python -m pytest -m gpu tests/gpu/test_pair_cuda.py -s        (megatron-core, sglang, torch_memory_saver; 60 GiB free; -s shows events)
 
-`RLLAUNCH_GPU_TEST_SGLANG="attention_backend=triton …"` gives the engines options that the machine needs.
+`GPU_TEST_SGLANG="attention_backend=triton …"` gives the engines options that the machine needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAUNCH = (
     "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "8",
     "--update-weight-buffer-size", str(BUCKET_BYTES), "--check-weight-update-equal",
 )  # fmt: skip
-EXTRA = [w for option in os.environ.get("RLLAUNCH_GPU_TEST_SGLANG", "").split() for w in ("--set", f"sglang.{option}")]
+EXTRA = [w for option in os.environ.get("GPU_TEST_SGLANG", "").split() for w in ("--set", f"sglang.{option}")]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,40 @@ def test_what_decides_the_results_cannot_change_on_resume(tmp_path: Path):
     assert caught.value.where[:2] == ("trainer.lr was 1e-06, is 0.1", "run.seed was 0, is 1")
 
 
+def test_a_trainer_whose_checkpoints_fit_any_layout_may_resume_on_another(tmp_path: Path):
+    def config(gpus: int, **trainer: object) -> LaunchConfig:
+        return LaunchConfig.model_validate({"cluster": {"num_gpus_per_node": gpus}, "trainer": trainer})
+
+    record = RunDirectory(tmp_path / "run")
+    record.create(config(2, tensor_model_parallel_size=2), {})
+    assert refuse_changes(record.path, config(4, context_parallel_size=2), any_layout=True) == [
+        "cluster.num_gpus_per_node was 2, is 4",
+        "trainer.tensor_model_parallel_size was 2, is 1",
+        "trainer.context_parallel_size was 1, is 2",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(record.path, config(4, lr=0.1), any_layout=True)
+    assert caught.value.where[0] == "trainer.lr was 1e-06, is 0.1"
+    with pytest.raises(ConfigError, match="keeps what decides"):
+        refuse_changes(record.path, config(4))
+
+
+def test_what_followed_from_the_layout_follows_again(tmp_path: Path):
+    record = RunDirectory(tmp_path / "run")
+    config = LaunchConfig.model_validate({"cluster": {"num_gpus_per_node": 2, "actor_num_nodes": 1}})
+    origins = {
+        "cluster.num_gpus_per_node": [{"value": 2, "layer": "flag", "source": "--num-gpus-per-node 2"}],
+        "cluster.actor_num_nodes": [{"value": 1, "layer": "derived", "source": "follows num_nodes"}],
+    }
+    record.create(config, {"origins": origins})
+    keys = {setting.key for setting in saved_layer(record.path).settings}
+    assert "cluster.num_gpus_per_node" in keys
+    assert "cluster.actor_num_nodes" not in keys
+    assert any(key.startswith("hardware.") for key in keys)
+    elsewhere = {setting.key for setting in saved_layer(record.path, other_hardware=True).settings}
+    assert keys - elsewhere == {key for key in keys if key.startswith("hardware.")}
+
+
 def test_resuming_nothing_says_so(tmp_path: Path):
     with pytest.raises(ConfigError, match="no run to resume"):
         saved_layer(tmp_path)

@@ -11,7 +11,7 @@ from rllaunch.hooks import hookimpl
 
 @hookimpl
 def rllaunch_trainer_backends() -> Sequence[BackendSpec]:
-    return [BackendSpec("megatron-cpu", "megatron_cpu_guest:on_cpu")]
+    return [BackendSpec("megatron-cpu", "megatron_cpu_guest:on_cpu", loads_any_layout=True)]
 
 
 def on_cpu(*args: Any) -> Any:

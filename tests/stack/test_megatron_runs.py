@@ -46,3 +46,27 @@ def test_two_ranks_that_share_a_model_train_the_run_that_the_embedded_trainer_tr
         assert event["gpu_bytes"] <= 1.02 * event["planned_gpu_bytes"], event["step"]
     assert [e["step"] for e in ours.events] == [e["step"] for e in theirs.events]
     assert any((ours.path / "checkpoints").iterdir())
+
+
+def test_a_run_resumes_on_another_layout(cpu_guest: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    common = ("--trainer-backend", "megatron-cpu", "--save-interval", "1")
+
+    def go(*words: str) -> Run:
+        return finish(start(path, *common, *words, cwd=tmp_path, env=cpu_guest), path, timeout=300)
+
+    alone = go("--num-gpus-per-node", "1", "--num-rollout", "1")
+    assert alone.code == 0, alone.err
+    pair = go("--resume", "--num-gpus-per-node", "2", *TENSOR, "--num-rollout", "2")
+    assert pair.code == 0, pair.err
+    assert "note: resumed on another layout, so not to the bit:\n  cluster.num_gpus_per_node was 1, is 2" in pair.err
+    straight = tmp_path / "straight"
+    whole = finish(
+        start(straight, *common, "--num-gpus-per-node", "1", "--num-rollout", "2", cwd=tmp_path, env=cpu_guest),
+        straight,
+        timeout=300,
+    )
+    assert whole.code == 0, whole.err
+    assert [row["rollout_id"] for row in pair.metrics] == [0, 1]
+    for name in ("loss", "entropy", "kl", "grad_norm"):
+        assert pair.metrics[1][name] == pytest.approx(whole.metrics[1][name], rel=1e-2, abs=1e-3), name

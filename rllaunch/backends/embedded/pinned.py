@@ -11,6 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -26,7 +27,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def allocate_pinned(nbytes: int) -> Tensor:
-    """Fresh page-locked bytes; `release_pinned` before the last view of them goes.
+    """Fresh page-locked bytes, unlocked by `release_pinned`, at the latest when the last view of them goes.
 
     Raises:
         RunError: the machine has not so much memory, or the driver refuses to lock it.
@@ -41,14 +42,30 @@ def allocate_pinned(nbytes: int) -> Tensor:
     # Advice: kernels without huge pages ignore it.
     _libc.madvise(host_bytes.data_ptr(), nbytes, _MADV_HUGEPAGE)
     pin(host_bytes)
+    # Pages unmapped while they are locked stay locked for the driver, which refuses whoever gets their address next.
+    unlock = weakref.finalize(pages, _unregister, host_bytes.data_ptr())
+    unlock.atexit = False  # the driver may be gone by then
+    _UNLOCK[host_bytes.data_ptr()] = unlock
     return host_bytes
 
 
+_UNLOCK: dict[int, weakref.finalize[[int], mmap.mmap]] = {}
+"""Of each mapping made here what unlocks it, by its address."""
+
+
 def release_pinned(host_bytes: Tensor) -> None:
-    """Before the last view of them goes: pages that are unmapped while they are locked stay locked."""
+    """Unlock them; unmapped they are when the last view of them goes."""
     if not host_bytes.numel():
         return
-    torch.cuda.cudart().cudaHostUnregister(host_bytes.data_ptr())  # type: ignore[no-untyped-call]
+    address = host_bytes.data_ptr()
+    if (unlock := _UNLOCK.pop(address, None)) is not None:
+        unlock()
+    else:
+        _unregister(address)
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def pin(host_bytes: Tensor) -> None:

@@ -105,7 +105,7 @@ class Placement:
                 target.copy_(part)
 
     def gather(self, local_of: TensorOf, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors of the checkpoint, one after the other, on rank 0; nothing on the others, which send.
+        """Names and tensors of the checkpoint, one after the other, on rank 0; nothing on the others, which help.
 
         Every rank must exhaust it at the same moment.
 
@@ -120,14 +120,14 @@ class Placement:
             shards = []
             for sender in source.ranks:
                 if rank == sender:
-                    mine = local_of(self.held[index].name).detach().to(device)
-                    if rank != 0:
-                        dist.send(mine.contiguous(), 0)
-                    shards.append(mine)
-                elif rank == 0:
-                    received = torch.empty(source.shape, dtype=source.dtype, device=device)
-                    dist.recv(received, sender)
-                    shards.append(received)
+                    shard = local_of(self.held[index].name).detach().to(device)
+                else:
+                    shard = torch.empty(source.shape, dtype=source.dtype, device=device)
+                if sender != 0:
+                    # To all, though rank 0 alone keeps it: NCCL would open a communicator for each pair, and keep it.
+                    shard = shard.contiguous()
+                    dist.broadcast(shard, sender)
+                shards.append(shard)
             if rank == 0:
                 whole = unshard(entry, shards)
                 yield from zip(entry.sources, from_megatron(entry, whole, self.shape), strict=True)

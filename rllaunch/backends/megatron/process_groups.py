@@ -185,6 +185,27 @@ for _name in (*_COLLECTIVES, *_OTHER_CALLS):
         setattr(LastingGroup, _name, _passed_on(_name, is_collective=_name in _COLLECTIVES))
 
 
+def _batched(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.distributed.batch_isend_irecv`, which takes sends and receives together only for torch's own class of group.
+
+    One after the other, two ranks that both send first wait for each other.
+    """
+
+    def batch_isend_irecv(ops: list[dist.P2POp]) -> list[Any]:
+        group = ops[0].group if ops else None
+        if not isinstance(group, LastingGroup) or not group._get_backend(ops[0].tensor.device).supports_coalescing:
+            works: list[Any] = plain(ops)
+            return works
+        with c10d._coalescing_manager(group, ops[0].tensor.device, async_ops=True) as together:
+            for op in ops:
+                peer = {"group_dst" if op.op is dist.isend else "group_src": op.group_peer}
+                op.op(op.tensor, group=group, tag=op.tag, **peer)
+        batched: list[Any] = together.works
+        return batched
+
+    return batch_isend_irecv
+
+
 class ProcessGroups:
     """A rank's groups whose communicators come and go together, in the order in which they were made.
 
@@ -202,6 +223,7 @@ class ProcessGroups:
         self._seconds: float | None = None
         self._taken_bytes: int | None = None
         self.groups: list[LastingGroup] = []
+        self._plain_batch: Callable[..., Any] | None = None
 
     @contextmanager
     def adopting(self) -> Iterator[None]:
@@ -216,10 +238,17 @@ class ProcessGroups:
             return group
 
         dist.new_group = new_lasting_group
+        if self._plain_batch is None:
+            self._plain_batch, dist.batch_isend_irecv = dist.batch_isend_irecv, _batched(dist.batch_isend_irecv)
         try:
             yield
         finally:
             dist.new_group = new_group
+
+    def close(self) -> None:
+        """Give torch back the one function that was replaced for as long as the groups are used."""
+        if self._plain_batch is not None:
+            dist.batch_isend_irecv, self._plain_batch = self._plain_batch, None
 
     @property
     def are_alive(self) -> bool:

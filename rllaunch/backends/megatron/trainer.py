@@ -240,6 +240,8 @@ class MegatronTrainer:
         self._sender.close()
         if self._gpu is not None:
             self._gpu.stop()
+        if self.groups is not None:
+            self.groups.close()
         stop_processes()
 
     # -- training ----------------------------------------------------------------------------------
