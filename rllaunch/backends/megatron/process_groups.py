@@ -186,7 +186,7 @@ for _name in (*_COLLECTIVES, *_OTHER_CALLS):
 
 
 def _batched(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.distributed.batch_isend_irecv`, which takes sends and receives together only for torch's own class of group.
+    """`torch.distributed.batch_isend_irecv`, which sends and receives together only over torch's own class of group.
 
     One after the other, two ranks that both send first wait for each other.
     """
