@@ -419,8 +419,13 @@ class _Trainer:
         return max(1, min(self.pp - index, math.ceil(samples / self.dp)))
 
     def _layer_bytes_per_token(self, layer: Layer) -> float:
-        """What each matrix puts out, two residual streams, two norms; routed experts as often as they are chosen."""
-        sequence = self.tp if self.config.trainer.sequence_parallel else 1
+        """What each matrix puts out, two residual streams, two norms; routed experts as often as they are chosen.
+
+        With context parallelism also the other ranks' keys and values, unless attention is computed again.
+        """
+        trainer = self.config.trainer
+        sequence = self.tp if trainer.sequence_parallel else 1
+        gathered = self.cp - 1 if trainer.recompute_granularity != "selective" else 0
         elements = 4 * self.arch.hidden_size / sequence
         for weight in layer.weights:
             if len(weight.shape) < 2:
@@ -430,7 +435,8 @@ class _Trainer:
             if weight.is_expert:
                 elements += self.arch.num_experts_per_tok * (out + self.arch.hidden_size) / self.etp
             elif weight.split == "column":
-                elements += out / self.tp
+                is_gathered = weight.name.removeprefix("self_attn.") in _KEYS_AND_VALUES
+                elements += out / self.tp * (1 + gathered if is_gathered else 1)
             else:
                 elements += out / sequence
         return 2 * elements
@@ -440,6 +446,8 @@ class _Trainer:
         return sum(_cut(matrices, self.tp, self.ep, self.etp))
 
 
+# Of latent attention it is the heads' keys that context-parallel ranks gather, not the latents.
+_KEYS_AND_VALUES = frozenset({"k_proj.weight", "v_proj.weight", "kv_b_proj.weight"})
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
 

@@ -272,7 +272,8 @@ def test_sequence_parallel_cuts_what_tensor_parallel_leaves_whole():
 
 def test_a_micro_batch_by_samples_is_as_long_as_they_can_get_and_context_parallel_cuts_it():
     words = f"{SMALL} --recompute-granularity full --micro-batch-size 2 --rollout-max-context-len 6000 --context-parallel-size 2"
-    kept = 2 * 1024 * 28 + SMALL_TOKEN + 151936 * 4 * int(c.LOGITS_COPIES.value)
+    gathered = 2 * 2 * 1024  # the other rank's keys and values of the one layer that is computed again
+    kept = 2 * 1024 * 28 + SMALL_TOKEN + gathered + 151936 * 4 * int(c.LOGITS_COPIES.value)
     assert sizes(words).gpu["activations"] == 6000 * kept
 
 
@@ -418,3 +419,15 @@ def test_ranks_that_load_little_are_not_counted_at_what_large_models_were_seen_t
     assert (
         "distributed" not in sizes("--model qwen3-0.6b --hardware H200 --num-nodes 1 --num-gpus-per-node 1").static_host
     )
+
+
+def test_context_parallel_ranks_keep_each_others_keys_and_values_unless_attention_is_computed_again():
+    def activations(more: str) -> int:
+        words = f"{SMALL} --max-tokens-per-gpu 8192 --rollout-max-response-len 8192 --megatron-transformer-impl transformer_engine"
+        return sizes(f"{words} {more}").gpu["activations"]
+
+    # 28 layers keep 8192 tokens' keys and values of three more ranks: 8 heads of 128 each, in bf16.
+    extra = 28 * 8192 * 3 * 2 * 8 * 128 * 2
+    again = activations("--context-parallel-size 4 --recompute-granularity selective")
+    assert activations("--context-parallel-size 4") - activations("") == extra
+    assert again == activations("--recompute-granularity selective")
