@@ -39,6 +39,7 @@ def keys_page() -> str:
         "",
         "Every key of the configuration, written by `make docs`. Any of them can be set in a TOML file, as",
         "`RLLAUNCH_SECTION__KEY` in the environment, or with `--set section.key=value`; those with a flag also by it.",
+        "Keys that count bytes take a unit too: `512 MiB`, `55 GB/s`.",
         "Other options of Megatron and SGLang pass through `[megatron]` and `[sglang]` (`--megatron-…`, `--sglang-…`).",
     ]
     section = ""

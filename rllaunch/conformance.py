@@ -17,8 +17,8 @@ from rllaunch.plan.choose import Unknown, plan_launch
 from rllaunch.plugins import Plugins
 from rllaunch.resolve.origins import Resolved, show_value
 from rllaunch.resolve.profiles import Profile, parse_profile
-from rllaunch.resolve.resolve import Request, Setting, check_key, resolve
-from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.resolve import Request, Setting, check_key, field_of, resolve
+from rllaunch.resolve.schema import LaunchConfig, unit_of
 from rllaunch.resolve.toml_lines import read_text
 
 # A hardware profile is tried with models of different kinds: dense; experts with latent attention; experts with Mamba.
@@ -27,6 +27,7 @@ MODELS = ("qwen3-0.6b", "glm-4.7-flash", "nemotron-3-nano-30b-a3b")
 MACHINES = ("H100", "GB300", "MI300X")
 # Stands where a plugin's label would, for a file that was given; and where a flag would, in its trial launches.
 FILE, CHECK = "given file", "profiles check"
+EXAMPLES = {"B": 'bytes, or with its unit: "180 GiB"', "B/s": 'bytes a second, or with its unit: "55.3 GB/s"'}
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def _keys(own: Profile) -> Iterator[Finding]:
             where = f"{key} = {shown}   {stated.place if stated else own.place}"
             message = problem["msg"][0].lower() + problem["msg"][1:]
             fix = f"`rllaunch schema` has the type of {key}"
+            if unit := unit_of(field_of(key)):
+                fix = f"a number of {EXAMPLES[unit]}"
             yield Finding("RL601", "error", f"{key} cannot be {shown}: {message}", (where,), fix)
         return
     for key, value in own.values.items():

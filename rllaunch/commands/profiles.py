@@ -16,8 +16,8 @@ from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.pipeline import plugin_findings
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import show_value
-from rllaunch.resolve.profiles import KINDS, Profile, ProfileStore, Value, nearest_profile
-from rllaunch.resolve.resolve import free_value
+from rllaunch.resolve.profiles import KINDS, Profile, Value, nearest_profile
+from rllaunch.resolve.resolve import Setting, typed, value_of
 from rllaunch.resolve.template import SCHEMA_FILE, UNSOURCED, fact_keys, profile_text
 from rllaunch.resolve.user_dirs import LOCAL, config_dir, profile_dirs
 
@@ -94,7 +94,7 @@ def new(
     name: Annotated[str, typer.Argument(help="What --hardware will call the machine.")],
     base: Annotated[str, typer.Option("--from", metavar="NAME", help="Hardware profile to extend.")] = "",
     fact: Annotated[
-        list[str] | None, typer.Option("--fact", metavar="KEY=VALUE", help="A fact to fill in; repeatable.")
+        list[str] | None, typer.Option("--fact", metavar="KEY=VALUE", help="A fact, 180GiB for bytes; repeatable.")
     ] = None,
     source: Annotated[str, typer.Option("--source", help="Where the facts are from.")] = "",
     description: Annotated[str, typer.Option("--description", help="One line for the list.")] = "",
@@ -115,7 +115,7 @@ def new(
     facts = dict(_fact_of(text) for text in fact or [])
     file = output or _default_file(name)
     text = profile_text(
-        _free_name(name, store, file if force else None),
+        _free_name(name, plugins, file),
         description=description or (f"{extended.name}, as ours are" if extended else "TODO: one line"),
         source=source or UNSOURCED,
         base=extended,
@@ -198,7 +198,7 @@ def detect(
     if write is not None:
         _refuse_to_write(write, force)
     name = name or (write.stem if write is not None else "") or "this-machine"
-    name = _free_name(name, plugins.profiles(), write)
+    name = _free_name(name, plugins, write)
     seen = detected(name, base, plugins, measures=measure, mib=measure_mib)
     if json:
         console.data_json(seen.to_json())
@@ -239,25 +239,26 @@ def _verdict(checked: Checked) -> str:
 def _fact_of(text: str) -> tuple[str, Value]:
     key, equals, value = text.partition("=")
     key = key.strip().removeprefix("hardware.")
+    where = f"--fact {text}"
     if not equals:
-        raise UsageError(
-            f"--fact {text!r} is not KEY=VALUE", f"--fact {text}", "--fact host_memory_bytes=1099511627776"
-        )
+        raise UsageError(f"--fact {text!r} is not KEY=VALUE", where, "--fact host_memory_bytes=1TiB")
     if key not in fact_keys():
-        raise UsageError(f"there is no fact {key!r}", f"--fact {text}", did_you_mean(key, fact_keys()))
-    return key, Value(free_value(value.strip()), f"--fact {text}")
+        raise ConfigError(f"there is no fact {key!r}", where, did_you_mean(key, fact_keys()))
+    return key, Value(value_of(typed(Setting(f"hardware.{key}", value.strip(), where, text=True))), where)
 
 
-def _free_name(name: str, store: ProfileStore, file: Path | None) -> str:
+def _free_name(name: str, plugins: Plugins, file: Path | None) -> str:
     """The name, if nobody has it but the profile in the file that is to be written."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise UsageError(f"{name!r} cannot be a profile's name", "NAME", "letters, digits, and . _ + - after the first")
-    for taken in store.of_kind("hardware"):
+    for taken in plugins.profiles().of_kind("hardware"):
         if file and taken.directory and (taken.directory / Path(taken.place).name).resolve() == file.resolve():
             continue
         if name.casefold() in {n.casefold() for n in (taken.name, *taken.aliases)}:
             where = f"{taken.place} ({taken.plugin})"
             fix = f"another name; `--from {taken.name}` extends it"
+            if taken.plugin in {d.origin for d in plugins.profile_dirs}:
+                fix += f"; `-o {shlex.quote(taken.place)} --force` writes that file anew"
             raise ConfigError(f"hardware profile name {name!r} is taken", where, fix)
     return name
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from rllaunch.errors import ConfigError, PluginError, did_you_mean
 from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml
 from rllaunch.resolve.user_dirs import ProfileDir
+from rllaunch.units import parse_amount
 
 Kind = Literal["hardware", "model", "task", "cell"]
 KINDS: tuple[Kind, ...] = ("hardware", "model", "task", "cell")
@@ -154,7 +155,7 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
     values: dict[str, Callable[[], Value]] = {}
 
     def note(key: str, written: str, value: Any, source: str = "") -> None:
-        values[key] = lambda: Value(value, f"{place}:{line_of(lines(), written)}", source)
+        values[key] = lambda: Value(_in_its_unit(key, value), f"{place}:{line_of(lines(), written)}", source)
 
     if facts := table("facts"):
         if kind not in ("hardware", "model"):
@@ -184,6 +185,20 @@ def parse_profile(text: str, place: str, plugin: str, directory: Path | None = N
         verified=tuple(verified),
         directory=directory,
     )
+
+
+def _in_its_unit(key: str, value: Any) -> Any:
+    """The number that a text such as `180 GiB` stands for, where the key counts bytes; else the value."""
+    if not isinstance(value, str):
+        return value
+    from rllaunch.resolve.resolve import field_of
+    from rllaunch.resolve.schema import unit_of
+
+    unit = unit_of(field_of(key))
+    try:
+        return parse_amount(value, unit) if unit else value
+    except ValueError:
+        return value  # the schema says what is wrong with it
 
 
 def _facts(table: Mapping[str, Any], default_source: str, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -26,8 +26,9 @@ from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.resolve import user_dirs
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
-from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions
+from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions, unit_of
 from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml, read_text
+from rllaunch.units import parse_amount
 
 if TYPE_CHECKING:
     from rllaunch.plugins import Plugins
@@ -146,7 +147,7 @@ def resolve(request: Request, plugins: Plugins) -> Resolved:
         try:
             config = LaunchConfig.model_validate(_LayeredConfig().model_dump())
         except ValidationError as err:
-            raise _bad_value(err, layers) from None
+            raise _bad_value(err.errors(), layers) from None
     origins = _collect(config, layers)
     derived = _derive(config, origins)
     if derived:
@@ -322,6 +323,22 @@ def typed(setting: Setting) -> Setting:
     return Setting(setting.key, value, setting.source, text=True)
 
 
+def value_of(setting: Setting) -> Any:
+    """What the schema reads a setting of one of its keys as.
+
+    Raises:
+        ConfigError: it refuses the value.
+    """
+    section, _, key = setting.key.partition(".")
+    model = _section_model(section)
+    assert model is not None, "the key is one of the schema's"
+    try:
+        return getattr(model.model_validate({key: setting.value}), key)
+    except ValidationError as err:
+        problems = [{**problem, "loc": (section, *problem["loc"])} for problem in err.errors()]
+        raise _bad_value(problems, [Layer("flag", (setting,))]) from None
+
+
 def free_value(text: str) -> Any:
     """A value for a key without a type: a TOML or JSON scalar or list if it reads as one, else the text."""
     try:
@@ -479,6 +496,9 @@ def _collect(config: LaunchConfig, layers: Sequence[Layer]) -> dict[str, tuple[O
 
 def _as_typed(setting: Setting) -> Any:
     info = field_of(setting.key)
+    if isinstance(setting.value, str) and (unit := unit_of(info)):
+        # The schema has read it before: it is no number, or one with its unit.
+        return free_value(str(parse_amount(setting.value, unit)))
     if not setting.text or info is None or not isinstance(setting.value, str):
         return list(setting.value) if isinstance(setting.value, tuple) else setting.value
     if is_bool(info):
@@ -496,11 +516,15 @@ def _pick(dumped: Mapping[str, Any], key: str, default: Any) -> Any:
     return node
 
 
-def _bad_value(error: ValidationError, layers: Sequence[Layer]) -> ConfigError:
-    """One error for all values the schema refuses, each with who set it."""
-    lines, first = [], error.errors()[0]
+def _bad_value(problems: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> ConfigError:
+    """One error for all values the schema refuses, each with who set it.
+
+    Args:
+        problems: as pydantic's `ValidationError.errors()` has them.
+    """
+    lines, first = [], problems[0]
     fixes = []
-    for problem in error.errors():
+    for problem in problems:
         key = ".".join(str(part) for part in problem["loc"][:2])
         setting = _last(layers, key)
         value = setting.value if setting else problem["input"]
@@ -511,6 +535,8 @@ def _bad_value(error: ValidationError, layers: Sequence[Layer]) -> ConfigError:
     key = ".".join(str(part) for part in first["loc"][:2])
     meaning = descriptions().get(key)
     default_fix = f"{key}: {meaning}" if meaning else "correct the value"
+    if unit := unit_of(field_of(key)):
+        default_fix += f" A number, or one with its unit: {'512 MiB' if unit == 'B' else '55 GB/s'}."
     what = f"{key} cannot be {(_last(layers, key) or Setting(key, first['input'], '')).value!r}: {_reason(first)}"
     if len(lines) > 1:
         what = f"{len(lines)} values cannot be used"

@@ -9,6 +9,7 @@ from typing import Any
 from rllaunch.resolve.origins import show_value
 from rllaunch.resolve.profiles import Profile, Value
 from rllaunch.resolve.schema import Hardware, descriptions
+from rllaunch.units import gib
 
 # Beside each profile that is written, for editors (Taplo, Even Better TOML).
 SCHEMA_FILE = "rllaunch-profile.schema.json"
@@ -102,9 +103,10 @@ def profile_text(
 
 
 def _fact(key: str, fact: Value) -> str:
+    figure = f"  # {gib(fact.value)}" if key.endswith("_bytes") and isinstance(fact.value, int) else ""
     if not fact.fact_source:
-        return f"{key} = {toml(fact.value)}"
-    return f"{key} = {{ value = {toml(fact.value)}, source = {toml(fact.fact_source)} }}"
+        return f"{key} = {toml(fact.value)}{figure}"
+    return f"{key} = {{ value = {toml(fact.value)}, source = {toml(fact.fact_source)} }}{figure}"
 
 
 def _comment(text: str) -> list[str]:

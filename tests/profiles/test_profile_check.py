@@ -96,11 +96,41 @@ def test_facts_on_the_command_line_make_a_whole_profile(rllaunch: Any, tmp_path:
     assert "error[RL605]: the source of 2 facts is still to be filled in\n" in result.out
 
 
+def test_sizes_on_the_command_line_have_units_and_are_written_as_bytes(rllaunch: Any, tmp_path: Path):
+    sizes = {"gpu_memory_bytes": "180GiB", "host_memory_bytes": "1.5 TB", "host_link_bytes_per_second": "55.3GB/s"}
+    words = [word for key, size in sizes.items() for word in ("--fact", f"{key}={size}")]
+    assert rllaunch("profiles", "new", "box", "--from", "B200", *words, "--source", "s", "-o", "box.toml").code == 0
+    text = (tmp_path / "box.toml").read_text()
+    assert "\ngpu_memory_bytes = 193273528320  # 180.0 GiB\n" in text
+    assert "\nhost_memory_bytes = 1500000000000  # 1.4 TiB\n" in text
+    assert "\nhost_link_bytes_per_second = 55.3e9\n" in text
+    assert rllaunch("profiles", "check", "box.toml").code == 0
+
+
+def test_sizes_in_a_file_have_units_too(rllaunch: Any, checked: Checker):
+    units = (("48305799168", '"44.98 GiB"'), ("540092137472", '{ value = "503 GiB", source = "cgroup" }'))
+    assert checked(*units, ("26.2e9", '"26.2 GB/s"'), code=0) == []
+    words = ("--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
+    answer = rllaunch("resolve", "--json", *words, "--update-weight-buffer-size", "64 MiB").json()
+    assert answer["config"]["hardware"]["host_memory_bytes"] == 503 * 2**30
+    assert answer["config"]["hardware"]["host_link_bytes_per_second"] == 26.2e9
+    assert answer["origins"]["hardware.host_memory_bytes"][-1]["value"] == 503 * 2**30
+    assert answer["origins"]["handoff.update_weight_buffer_size"][-1]["value"] == 64 * 2**20
+
+
 def test_a_file_that_is_found_already_is_written_anew_with_force_only(rllaunch: Any, tmp_path: Path):
     (tmp_path / "profiles").mkdir()
     words = ("profiles", "new", "box", "--from", "H100")
-    assert [rllaunch(*words, *more).code for more in ((), (), ("--force",))] == [0, 3, 0]
-    assert rllaunch(*words, "--force", "-o", "other.toml").code == 3
+    assert rllaunch(*words).code == 0
+    again = rllaunch(*words)
+    assert (again.code, again.err) == (
+        3,
+        "error: the file is there already: profiles/box.toml\nhint: --force overwrites it; or name another file\n",
+    )
+    assert rllaunch(*words, "--force").code == 0
+    elsewhere = rllaunch(*words, "--force", "-o", "other.toml")
+    assert elsewhere.code == 3
+    assert "hint: another name; `--from box` extends it; `-o profiles/box.toml --force` writes that" in elsewhere.err
 
 
 def test_the_editors_schema_lies_beside_and_fits(rllaunch: Any, tmp_path: Path):
@@ -123,8 +153,10 @@ def test_without_a_folder_here_it_goes_where_profiles_are_found_from_anywhere(rl
     [
         (("h100",), 3, "error: hardware profile name 'h100' is taken\n  hardware/H100.toml (rllaunch "),
         (("box", "--from", "H10"), 3, "error: unknown hardware profile 'H10'\n  --from H10\nhint: did you mean 'H100'"),
-        (("box", "--fact", "gpu_memroy_bytes=1"), 2, "hint: did you mean 'gpu_memory_bytes'?\n"),
+        (("box", "--fact", "gpu_memroy_bytes=1"), 3, "hint: did you mean 'gpu_memory_bytes'?\n"),
         (("box", "--fact", "gpus_per_node"), 2, "error: --fact 'gpus_per_node' is not KEY=VALUE\n"),
+        (("box", "--fact", "gpu_memory_bytes=180gigs"), 3, "error: hardware.gpu_memory_bytes cannot be '180gigs': "),
+        (("box", "--fact", "gpus_per_node=four"), 3, "error: hardware.gpus_per_node cannot be 'four': input should be"),
         (("box", "-o", "box.json"), 2, "error: a profile's file ends in .toml: box.json\n"),
         (("a b",), 2, "error: 'a b' cannot be a profile's name\n"),
         (("box", "-o", "here.toml/box.toml"), 3, "error: cannot write here.toml/box.toml: "),
@@ -180,7 +212,20 @@ FACTS = [
     ('accelerator = "cuda"', 'accelerator = "cpu"', "RL603", "a machine without GPUs has facts about them"),
     ('"its label"', '"TODO"', "RL605", "the source of 6 facts is still to be filled in"),
     ("gpu_memory_bytes", "gpu_memroy_bytes", "RL601", "unknown key 'gpu_memroy_bytes' in [hardware]"),
-    ("48305799168", '"48 GB"', "RL601", 'hardware.gpu_memory_bytes cannot be "48 GB": input should be a valid integer'),
+    (
+        "48305799168",
+        '"48 gigs"',
+        "RL601",
+        "hardware.gpu_memory_bytes cannot be \"48 gigs\": 'gigs' is no unit of bytes",
+    ),
+    ("48305799168", '"48"', "RL601", 'hardware.gpu_memory_bytes is a number, not "48"'),
+    ("48305799168", '"4 TiB"', "RL604", "gpu_memory_bytes is in bytes, and 4,398,046,511,104 cannot be: a L40S has"),
+    (
+        "864e9",
+        '"864 GB"',
+        "RL601",
+        "hardware.hbm_bytes_per_second cannot be \"864 GB\": 'GB' is no unit of bytes a second",
+    ),
     ("gpus_per_node = 4", 'gpus_per_node = "4"', "RL601", 'hardware.gpus_per_node is a number, not "4"'),
     ("gpus_per_node = 4", "gpus_per_node = true", "RL601", "hardware.gpus_per_node is a number, not true"),
     ("[choices.handoff]", "[choices.handof]", "RL601", "unknown section [handof]"),
