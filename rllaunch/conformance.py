@@ -110,7 +110,8 @@ def check_profile(own: Profile, plugins: Plugins) -> Checked:
         found.append(Finding("RL602", "error", err.what, err.where, err.fix))
         return checked
     if own.kind == "hardware":
-        found += [*check_facts(profile, own), *_rivals(own, plugins)]
+        base = plugins.profiles().get("hardware", own.extends, own.place) if own.extends else None
+        found += [*check_facts(profile, own, base), *_rivals(own, plugins)]
     if not checked.errors:
         found += _launches(own, profile, plugins, checked.launches)
     found.sort(key=lambda f: (RANK[f.level], f.code))

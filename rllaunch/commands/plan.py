@@ -184,7 +184,7 @@ def _show(resolved: Resolved, choice: Choice) -> None:
         if len(rows) > MOST_ROWS:
             console.data(f"… and {len(rows) - MOST_ROWS} more: --json has them all")
     if resolved.config.hardware.host_link_bytes_per_second is None and resolved.config.trainer.backend != "embedded":
-        console.say("note: the profile states no link to the host; the seconds are of PCIe Gen4")
+        console.say("note: the profile states no link to the host that is known; the seconds are of PCIe Gen4")
     if resolved.config.rollout.rollout_max_context_len is None and resolved.config.trainer.backend != "embedded":
         console.say("note: prompts are not counted among a sample's tokens: set --rollout-max-context-len")
     for note in taken.plan.sizes.notes:

@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.resolve import user_dirs
+from rllaunch.resolve.links import reached_bytes_per_second
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
 from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions, unit_of
@@ -558,6 +559,9 @@ def _derive(config: LaunchConfig, origins: Mapping[str, tuple[Origin, ...]]) -> 
     def origin_of(key: str) -> str:
         return f"{key} ({origins[key][-1].layer}: {origins[key][-1].source})"
 
+    hardware = config.hardware
+    if hardware.host_link_bytes_per_second is None and (reached := reached_bytes_per_second(hardware.host_link)):
+        derived.append(Setting("hardware.host_link_bytes_per_second", *reached))
     gpus = cluster.num_gpus_per_node
     if gpus is None:
         gpus = config.hardware.gpus_per_node

@@ -278,6 +278,55 @@ def test_hbm_is_not_counted_as_host_memory_where_the_two_are_coherent(rllaunch: 
     )
 
 
+def test_the_gpu_that_a_base_names_is_told_from_the_profiles_own(rllaunch: Any, tmp_path: Path):
+    words = ("profiles", "new", "ws", "--from", "RTX-4090", "--fact", "gpu_memory_bytes=34190917632", "--source", "smi")
+    rllaunch(*words, "-o", "ws.toml")
+    result = rllaunch("profiles", "check", "ws.toml")
+    assert result.code == 3
+    assert (
+        "error[RL604]: gpu_memory_bytes is in bytes, and 34,190,917,632 cannot be: a RTX 4090 has 24 or" in result.out
+    )
+    hint = 'hint: if this is another GPU than RTX-4090\'s, say so: gpu_names = ["…"] under [detect]\n'
+    assert hint in result.out
+    text = (tmp_path / "ws.toml").read_text()
+    named = text[: text.rindex("# gpu_names")] + 'gpu_names = ["NVIDIA GeForce RTX 5090"]\n'
+    (tmp_path / "ws.toml").write_text(named)
+    assert rllaunch("profiles", "check", "ws.toml").code == 0
+
+
+def test_a_bases_speed_beside_another_link_is_remarked_on(rllaunch: Any, tmp_path: Path):
+    words = ("profiles", "new", "box", "--from", "H100", "--source", "lspci", "-o", "box.toml", "--force", "--fact")
+    rllaunch(*words, "host_link=PCIe Gen4 x16", "--fact", "host_link_bytes_per_second=26.2e9")
+    assert rllaunch("profiles", "check", "box.toml").out == ""
+    rllaunch(*words, "host_link=PCIe Gen5 x16")
+    assert rllaunch("profiles", "check", "box.toml").out == ""
+    rllaunch(*words, "host_link=PCIe Gen6 x16")
+    result = rllaunch("profiles", "check", "box.toml")
+    assert result.code == 0
+    assert "warning[RL604]: the link's speed is still that of H100, whose link is PCIe Gen5 x16\n" in result.out
+    assert ", or 100.4e9 (not measured: 83% of the 121.0 GB/s that PCIe Gen6 x16 carries)\n" in result.out
+
+
+def test_a_link_without_a_speed_gives_the_plan_what_it_carries(rllaunch: Any, checked: Checker):
+    speed = 'host_link_bytes_per_second = { value = 26.2e9, source = "measured 2026-11-29, pinned memory" }\n'
+    said = "not measured: 83% of the 63.0 GB/s that PCIe Gen5 x16 carries"
+    [(code, text)] = checked((speed, ""), ("Gen4", "Gen5"), code=0)
+    assert (code, text) == (
+        "RL603",
+        f"host_link_bytes_per_second is not stated: the seconds of a plan are those of 52.3 GB/s, {said}",
+    )
+    plan = rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
+    assert f"\n  host link 52.3 GB/s ({said})\n" in plan.out
+    assert "no link" not in plan.err
+    link = rllaunch("plan", "--json", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".").json()[
+        "link"
+    ]
+    assert link == {"bytes_per_second": 52.3e9, "source": said, "measured": False}
+    checked((speed, ""), ('"PCIe Gen4 x16"', '"a cable"'), code=0)
+    plan = rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
+    assert "note: the profile states no link to the host that is known; the seconds are of PCIe Gen4\n" in plan.err
+
+
 def test_a_finding_names_file_and_line_and_what_was_probably_meant(rllaunch: Any, tmp_path: Path):
     (tmp_path / "mine.toml").write_text(GOOD.replace("540092137472", "527433728"), encoding="utf-8")
     result = rllaunch("profiles", "check", "mine.toml")
