@@ -202,6 +202,22 @@ def test_where_no_layout_fits_the_exit_code_is_4_and_each_count_says_why(rllaunc
     assert rllaunch("plan", "--fit", *DSV4, "--max-nodes", "4", "--json").json()["found"] == []
 
 
+def test_node_counts_that_are_left_out_are_named(rllaunch: Any):
+    lines = rllaunch("plan", "--fit", *DSV4).out.splitlines()
+    assert [line.split(":")[0] for line in lines if " node" in line and ": " in line][-5:] == [
+        "1 node",
+        "2 to 4 nodes",
+        "5 nodes",
+        "6 nodes",
+        "7 nodes",
+    ]
+    assert "2 to 4 nodes: too few too; --json says what each lacks" in lines
+    assert (
+        "6 nodes: the trainer's state alone takes 912.5 GiB of a node's host, 14.5 GiB more than there are"
+        in "\n".join(lines)
+    )
+
+
 def test_fit_names_the_flags_of_the_best_last(rllaunch: Any):
     words = ("plan", "--fit", "--model", "qwen3-32b", "--hardware", "H100", "--recompute-granularity", "full")
     best = rllaunch(*words, "--json").json()["found"][0]
