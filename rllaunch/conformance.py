@@ -16,7 +16,7 @@ from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.plan.choose import Unknown, plan_launch
 from rllaunch.plugins import Plugins
 from rllaunch.resolve.origins import Resolved, show_value
-from rllaunch.resolve.profiles import Profile, parse_profile
+from rllaunch.resolve.profiles import Profile, read_profile
 from rllaunch.resolve.resolve import Request, Setting, check_key, field_of, resolve
 from rllaunch.resolve.schema import LaunchConfig, unit_of
 from rllaunch.resolve.toml_lines import read_text
@@ -71,9 +71,13 @@ class Checked:
 def check_file(path: Path, plugins: Plugins) -> Checked:
     """A file, whether or not it lies where profiles are looked for."""
     try:
-        profile = parse_profile(read_text(path, "profile"), str(path), FILE, path.parent)
+        profile, mistakes = read_profile(read_text(path, "profile"), str(path), FILE, path.parent)
     except ConfigError as err:
         return _unusable(path.stem, str(path), [err])
+    if profile is None:
+        return _unusable(path.stem, str(path), mistakes)
+    if mistakes:
+        return check_profile(profile, plugins, mistakes)
     store = plugins.profiles()
     for known in store.profiles:
         if known.directory and (known.directory / Path(known.place).name).resolve() == path.resolve():
@@ -81,36 +85,46 @@ def check_file(path: Path, plugins: Plugins) -> Checked:
     before = len(store.problems)
     store.add(profile, is_users=True)
     if problems := store.problems[before:]:
-        return _unusable(profile.name, str(path), problems)
+        return check_profile(profile, plugins, problems)
     return check_profile(profile, plugins)
 
 
 def check_unusable(name: str, plugins: Plugins) -> Checked | None:
     """What is wrong with the files of a name that no profile has; None where there is no such file."""
-    problems = plugins.profiles().problems_of(name)
+    store = plugins.profiles()
+    for profile, mistakes in store.unusable:
+        if name.casefold() in (profile.name.casefold(), Path(profile.place).stem.casefold()):
+            return check_profile(profile, plugins, mistakes)
+    problems = store.problems_of(name)
     return _unusable(name, problems[0].where[0], problems) if problems else None
 
 
 def _unusable(name: str, place: str, problems: Sequence[RllaunchError]) -> Checked:
-    return Checked("", name, place, [Finding("RL600", "error", p.what, p.where, p.fix) for p in problems])
+    return Checked("", name, place, _of_the_file(problems))
 
 
-def check_profile(own: Profile, plugins: Plugins) -> Checked:
-    """Everything about a profile of the store.
+def _of_the_file(problems: Sequence[RllaunchError]) -> list[Finding]:
+    return [Finding("RL600", "error", p.what, p.where, p.fix) for p in problems]
+
+
+def check_profile(own: Profile, plugins: Plugins, mistakes: Sequence[RllaunchError] = ()) -> Checked:
+    """Everything about a profile.
 
     Args:
         own: as it stands in its file, without what it extends.
+        mistakes: why it is none of the store's.
     """
-    checked = Checked(own.kind, own.name, f"{own.place} ({own.plugin})")
+    checked = Checked(own.kind, own.name, f"{own.place} ({own.plugin})", _of_the_file(mistakes))
     found = checked.findings
     found += _keys(own)
+    store = plugins.profiles()
     try:
-        profile = plugins.profiles().get(own.kind, own.name, own.place)
+        profile = store.merged(own)
+        base = store.get(own.kind, own.extends, own.place) if own.extends else None
     except ConfigError as err:
         found.append(Finding("RL602", "error", err.what, err.where, err.fix))
         return checked
     if own.kind == "hardware":
-        base = plugins.profiles().get("hardware", own.extends, own.place) if own.extends else None
         found += [*check_facts(profile, own, base), *_rivals(own, plugins)]
     if not checked.errors:
         found += _launches(own, profile, plugins, checked.launches)
@@ -146,7 +160,9 @@ def _keys(own: Profile) -> Iterator[Finding]:
             if unit := unit_of(field_of(key)):
                 fix = f"a number of {EXAMPLES[unit]}"
             yield Finding("RL601", "error", f"{key} cannot be {shown}: {message}", (where,), fix)
-        return
+            section, _, name = key.partition(".")
+            nested.get(section, {}).pop(name, None)
+        config = LaunchConfig.model_validate(nested)
     for key, value in own.values.items():
         # A launch would read "8" and true as numbers; an editor that knows the schema, and the checks below, do not.
         section, _, name = key.partition(".")

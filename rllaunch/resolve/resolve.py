@@ -141,9 +141,7 @@ def resolve(request: Request, plugins: Plugins) -> Resolved:
     if not (named := _last(layers, "hardware.name")) or named.value == "auto":
         detected = Setting("hardware.name", profiles["hardware"].name, "detected on this machine")
         layers.append(Layer("derived", (detected,)))
-    for layer in layers:
-        for setting in layer.settings:
-            check_key(setting)
+    _check_keys(layers)
     with _reading(layers):
         try:
             config = LaunchConfig.model_validate(_LayeredConfig().model_dump())
@@ -230,6 +228,21 @@ def known_keys() -> Iterator[str]:
         model = _section_model(section)
         assert model is not None, "every field of the config is a section"
         yield from (f"{section}.{key}" for key in model.model_fields)
+
+
+def _check_keys(layers: Sequence[Layer]) -> None:
+    """Raises one ConfigError for all keys that the schema does not have, each with who set it."""
+    found: list[ConfigError] = []
+    for setting in (setting for layer in layers for setting in layer.settings):
+        try:
+            check_key(setting)
+        except ConfigError as err:
+            found.append(err)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        told = [f"{err.what}   {' '.join(err.where)}   {err.fix}" for err in found]
+        raise ConfigError(f"{len(found)} keys cannot be set", told, "correct them")
 
 
 def check_key(setting: Setting) -> None:

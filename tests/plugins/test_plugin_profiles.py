@@ -9,7 +9,7 @@ import pytest
 
 from rllaunch.errors import ConfigError
 from rllaunch.plugins import load_plugins
-from rllaunch.resolve.profiles import Profile, ProfileStore, Value, parse_profile
+from rllaunch.resolve.profiles import Profile, ProfileStore, Value, read_profile
 
 PLUGIN = "guest 1.2.3"
 GOOD = """\
@@ -40,7 +40,11 @@ CELL = '[profile]\nkind = "cell"\nname = "{name}"\nmodel = "{model}"\nhardware =
 
 
 def parse(text: str, directory: Path | None = None, place: str = "mine.toml") -> Profile:
-    return parse_profile(text, place, PLUGIN, directory)
+    profile, mistakes = read_profile(text, place, PLUGIN, directory)
+    for mistake in mistakes:
+        raise mistake
+    assert profile is not None
+    return profile
 
 
 def stored(*texts: str) -> ProfileStore:

@@ -355,6 +355,52 @@ def test_what_is_no_profile_is_told_in_one_error(rllaunch: Any, tmp_path: Path):
     )
 
 
+SIX_MISTAKES = """\
+[profile]
+kind = "hardware"
+name = "six"
+fo = 1
+aliases = "one"
+
+[facts]
+accelerator = "cuda"
+gpus_per_node = { value = 72, source = "a" }
+gpu_memory_bytes = { value = "80 gigs", source = "a" }
+host_memory_byte = { value = 1, source = "a" }
+
+[choices]
+lr = 1
+
+[detect]
+gpu_name = ["x"]
+"""
+
+
+@pytest.mark.parametrize("word", ["profiles/six.toml", "six"])
+def test_every_mistake_of_a_file_is_told_at_once(rllaunch: Any, tmp_path: Path, word: str):
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles/six.toml").write_text(SIX_MISTAKES, encoding="utf-8")
+    findings = rllaunch("profiles", "check", word, "--json").json()["findings"]
+    assert [(f["code"], f["message"]) for f in findings if f["level"] == "error"] == [
+        ("RL600", "unknown key 'fo' in [profile]"),
+        ("RL600", "'aliases' in [profile] is a list of texts, not 'one'"),
+        ("RL600", "fact 'accelerator' has no source"),
+        ("RL600", "choice 'lr' stands outside a section"),
+        ("RL600", "unknown key 'gpu_name' in [detect]"),
+        ("RL601", "unknown key 'host_memory_byte' in [hardware]"),
+        (
+            "RL601",
+            "hardware.gpu_memory_bytes cannot be \"80 gigs\": 'gigs' is no unit of bytes: KiB, MiB, GiB, TiB "
+            "(powers of 1024) or kB, MB, GB, TB (of 1000)",
+        ),
+        ("RL604", "72 GPUs in one node: a node is what one operating system runs"),
+    ]
+    launch = rllaunch("doctor", "--no-probe", "--model", "qwen3-0.6b", "--hardware", "six")
+    assert launch.code == 3
+    for line, what in ((4, "unknown key 'fo' in [profile]"), (17, "unknown key 'gpu_name' in [detect]")):
+        assert f"  profiles/six.toml:{line} (./profiles): {what}\n" in launch.err
+
+
 def test_other_kinds_are_checked_too(rllaunch: Any, tmp_path: Path):
     cell = '[profile]\nkind = "cell"\nname = "c"\nmodel = "qwen3-8b"\nhardware = "{}"\n[choices.trainer]\nlr = {}\n'
     (tmp_path / "c.toml").write_text(cell.format("L40S", "1e-6"))

@@ -299,3 +299,11 @@ def test_own_prompts_and_reward_replace_the_profiles_task(rllaunch: Any):
     config = rllaunch("resolve", *TINY, "--data", "p.jsonl", "--json").json()["config"]
     assert config["task"]["eval_prompt_data"] == "", "held-out prompts of another task say nothing about one's own"
     assert config["task"]["reward"] == "rllaunch_profiles.rewards:digits_in_place"
+
+
+def test_every_unknown_key_is_told_at_once(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "a.toml").write_text("[trainer]\nlearning_rate = 1\n[handof]\ncolocate = true\n")
+    result = rllaunch("resolve", "--model", "tiny", "--hardware", "cpu", "--config", "a.toml")
+    assert (result.code, result.err.splitlines()[0]) == (3, "error: 2 keys cannot be set")
+    assert "  unknown key 'learning_rate' in [trainer]   a.toml:2   " in result.err
+    assert "  unknown section [handof]   a.toml:4   did you mean 'handoff'?\n" in result.err
