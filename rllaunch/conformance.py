@@ -7,18 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rllaunch.doctor.engine import RANK, diagnose
 from rllaunch.doctor.finding import Finding, Level
 from rllaunch.doctor.profile_facts import check_facts
 from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.plan.choose import Unknown, plan_launch
 from rllaunch.plugins import Plugins
-from rllaunch.resolve.origins import Resolved, show_value
+from rllaunch.resolve.origins import Resolved
+from rllaunch.resolve.profile_keys import mistaken_keys
 from rllaunch.resolve.profiles import Profile, read_profile
-from rllaunch.resolve.resolve import Request, Setting, check_key, field_of, resolve
-from rllaunch.resolve.schema import LaunchConfig, unit_of
+from rllaunch.resolve.resolve import Request, Setting, resolve
 from rllaunch.resolve.toml_lines import read_text
 
 # A hardware profile is tried with models of different kinds: dense; experts with latent attention; experts with Mamba.
@@ -27,7 +25,6 @@ MODELS = ("qwen3-0.6b", "glm-4.7-flash", "nemotron-3-nano-30b-a3b")
 MACHINES = ("H100", "GB300", "MI300X")
 # Stands where a plugin's label would, for a file that was given; and where a flag would, in its trial launches.
 FILE, CHECK = "given file", "profiles check"
-EXAMPLES = {"B": 'bytes, or with its unit: "180 GiB"', "B/s": 'bytes a second, or with its unit: "55.3 GB/s"'}
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def check_profile(own: Profile, plugins: Plugins, mistakes: Sequence[RllaunchErr
     """
     checked = Checked(own.kind, own.name, f"{own.place} ({own.plugin})", _of_the_file(mistakes))
     found = checked.findings
-    found += _keys(own)
+    found += [Finding("RL601", "error", p.what, p.where, p.fix) for p in mistaken_keys(own)]
     store = plugins.profiles()
     try:
         profile = store.merged(own)
@@ -130,46 +127,6 @@ def check_profile(own: Profile, plugins: Plugins, mistakes: Sequence[RllaunchErr
         found += _launches(own, profile, plugins, checked.launches)
     found.sort(key=lambda f: (RANK[f.level], f.code))
     return checked
-
-
-def _keys(own: Profile) -> Iterator[Finding]:
-    """Keys that do not exist, and values that their types refuse."""
-    nested: dict[str, Any] = {}
-    for key, value in own.values.items():
-        line = f"{key} = {show_value(value.value)}   {value.place}"
-        try:
-            check_key(Setting(key, value.value, value.place))
-        except ConfigError as err:
-            yield Finding("RL601", "error", err.what, (line,), err.fix)
-            continue
-        *parents, leaf = key.split(".")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value.value
-    try:
-        config = LaunchConfig.model_validate(nested)
-    except ValidationError as err:
-        for problem in err.errors():
-            key = ".".join(str(part) for part in problem["loc"][:2])
-            stated = own.values.get(key)
-            shown = show_value(problem["input"])
-            where = f"{key} = {shown}   {stated.place if stated else own.place}"
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            fix = f"`rllaunch schema` has the type of {key}"
-            if unit := unit_of(field_of(key)):
-                fix = f"a number of {EXAMPLES[unit]}"
-            yield Finding("RL601", "error", f"{key} cannot be {shown}: {message}", (where,), fix)
-            section, _, name = key.partition(".")
-            nested.get(section, {}).pop(name, None)
-        config = LaunchConfig.model_validate(nested)
-    for key, value in own.values.items():
-        # A launch would read "8" and true as numbers; an editor that knows the schema, and the checks below, do not.
-        section, _, name = key.partition(".")
-        taken = getattr(getattr(config, section, None), name, None)
-        if isinstance(value.value, (str, bool)) and isinstance(taken, (int, float)) and not isinstance(taken, bool):
-            text = f"{key} is a number, not {show_value(value.value)}"
-            yield Finding("RL601", "error", text, (f"{key}   {value.place}",), "write it without quotes, in its unit")
 
 
 def _rivals(own: Profile, plugins: Plugins) -> Iterator[Finding]:

@@ -16,10 +16,10 @@ from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.pipeline import plugin_findings
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import show_value
-from rllaunch.resolve.profiles import KINDS, Profile, Value, nearest_profile
+from rllaunch.resolve.profiles import FIND, KINDS, Profile, Value, nearest_profile
 from rllaunch.resolve.resolve import Setting, typed, value_of
 from rllaunch.resolve.template import SCHEMA_FILE, UNSOURCED, fact_keys, profile_text
-from rllaunch.resolve.user_dirs import LOCAL, config_dir, profile_dirs
+from rllaunch.resolve.user_dirs import LOCAL, config_dir, is_found, profile_dirs
 
 if TYPE_CHECKING:
     from rllaunch.conformance import Checked
@@ -123,6 +123,7 @@ def new(
     )
     _write(file, text, force)
     console.say(f"fill it in, then: rllaunch profiles check {shlex.quote(str(file))}")
+    _tell_where(file)
 
 
 @app.command("check")
@@ -209,6 +210,7 @@ def detect(
     if write is not None:
         file = _write(write, seen.text, force, tell=not json)
         console.say(f"look through it, then: rllaunch profiles check {shlex.quote(str(file))}")
+        _tell_where(file)
 
 
 def _checked(name: str, kind: str, plugins: Plugins) -> Checked:
@@ -292,6 +294,12 @@ def _write(file: Path, text: str, force: bool, *, tell: bool = True) -> Path:
     return file
 
 
+def _tell_where(file: Path) -> None:
+    if not is_found(file, os.environ):
+        folder = shlex.quote(str(file.parent))
+        console.say(f"note: --hardware finds it with --profile-dir {folder}, or once it lies in ./profiles")
+
+
 def _plugins(given: list[Path] | None) -> Plugins:
     return load_plugins(profile_dirs=profile_dirs(given or [], os.environ))
 
@@ -318,8 +326,8 @@ def _find(plugins: Plugins, name: str, kind: str, *, merged: bool = True) -> Pro
     if matches:
         raise UsageError(f"{name!r} is {' and '.join(p.kind for p in matches)}", "", "say which with --kind")
     hint = nearest_profile(name, [p for p in store.profiles if p.kind in kinds])
-    unusable = [f"{p.where[0]}: {p.what}" for p in store.problems_of(name)]
-    raise ConfigError(f"unknown profile {name!r}", unusable, hint or "`rllaunch profiles list` shows them all")
+    hint = hint or "`rllaunch profiles list` shows them all"
+    raise ConfigError(f"unknown profile {name!r}", store.why_not(name), f"{hint}; {FIND}")
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

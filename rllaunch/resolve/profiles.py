@@ -28,6 +28,7 @@ KINDS: tuple[Kind, ...] = ("hardware", "model", "task", "cell")
 _TABLES = {"profile", "facts", "choices", "detect", "verified"}
 # Where facts live among the values; the rest of a section may be chosen.
 _FACTS = {"hardware": "hardware.", "model": "model.architecture."}
+FIND = "a file of yours is found in ./profiles or with --profile-dir DIR"
 # Files of a task that are given relative to the profile naming them.
 _FILES = ("task.prompt_data", "task.eval_prompt_data")
 _PROFILE_KEYS = {"kind", "name", "aliases", "description", "source", "extends", "model", "hardware"}
@@ -285,6 +286,8 @@ class ProfileStore:
     """What is wrong with files and plugins that could not be used; each becomes a finding."""
     unusable: list[tuple[Profile, list[ConfigError]]] = field(default_factory=list)
     """Profiles of files with mistakes, as far as they could be read."""
+    missing: list[str] = field(default_factory=list)
+    """What is wrong with plugins that might have brought more."""
     _files: set[Path] = field(default_factory=set)
 
     def add(self, profile: Profile, *, is_users: bool = False) -> None:
@@ -302,15 +305,13 @@ class ProfileStore:
             return
         for taken in self.profiles:
             if clash := _clash(taken, profile):
-                self.problems.append(
-                    PluginError(
-                        f"{profile.kind} profile {clash} is taken",
-                        (f"{profile.place} ({profile.plugin})", f"already: {taken.place} ({taken.plugin})"),
-                        f'give the profile another name, with extends = "{taken.name}" for what the two share'
-                        if is_users
-                        else "give the profile another name, or uninstall one of the two plugins",
-                    )
-                )
+                what, fix = clash
+                if is_users and taken.kind != "cell":
+                    fix += f', with extends = "{taken.name}" for what the two share'
+                elif not is_users:
+                    fix += ", or uninstall one of the two plugins"
+                where = (f"{profile.place} ({profile.plugin})", f"already: {taken.place} ({taken.plugin})")
+                self.problems.append(PluginError(f"{profile.kind} profile {what}", where, fix))
                 return
         self.profiles.append(profile)
 
@@ -375,9 +376,12 @@ class ProfileStore:
         for profile in self.of_kind(kind):
             if name.casefold() in _names(profile):
                 return self.merged(profile)
+        if name.endswith(".toml"):
+            file = Path(name)
+            fix = f"a profile goes by its name, which its file gives: --{kind} {file.stem} --profile-dir {file.parent}"
+            raise ConfigError(f"a file is no name of a {kind} profile: {name}", where, fix)
         hint = nearest_profile(name, self.of_kind(kind)) or f"known: {', '.join(p.name for p in self.of_kind(kind))}"
-        unusable = [f"{p.where[0]}: {p.what}" for p in self.problems_of(name)]
-        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *unusable], hint)
+        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *self.why_not(name)], f"{hint}; {FIND}")
 
     def merged(self, profile: Profile) -> Profile:
         """The profile, whether or not it is one of these, with what it extends merged in.
@@ -386,6 +390,10 @@ class ProfileStore:
             ConfigError: a chain of `extends` that ends nowhere.
         """
         return self._extended(profile, ())
+
+    def why_not(self, name: str) -> list[str]:
+        """What may be the reason that there is no profile of that name: its file, plugins that could not be used."""
+        return [*(f"{p.where[0]}: {p.what}" for p in self.problems_of(name)), *self.missing]
 
     def problems_of(self, name: str) -> list[PluginError | ConfigError]:
         """What is wrong with the files of that name."""
@@ -484,16 +492,22 @@ def _are_texts(items: Any) -> bool:
     return isinstance(items, tuple) and all(isinstance(item, str) and item for item in items)
 
 
-def _clash(taken: Profile, profile: Profile) -> str:
-    """What two profiles of a kind both claim: a name, or for cells the pair; empty if nothing."""
+def _clash(taken: Profile, profile: Profile) -> tuple[str, str] | None:
+    """What the second of two profiles claims that is the first's, and what to do: a name, an alias, a cell's pair."""
     if taken.kind != profile.kind:
-        return ""
-    if names := _names(taken) & _names(profile):
-        return f"name {sorted(names)[0]!r}"
+        return None
+    theirs = _names(taken)
+    if profile.name.casefold() in theirs:
+        of = "" if profile.name.casefold() == taken.name.casefold() else f" as an alias of {taken.name!r}"
+        return f"name {profile.name!r} is taken{of}", "give the profile another name"
+    if alias := next((a for a in profile.aliases if a.casefold() in theirs), ""):
+        said = f"{profile.name!r} is left out: its alias {alias!r} is taken by {taken.name!r}"
+        return said, f"take {alias!r} out of its aliases"
     pair = (profile.model.casefold(), profile.hardware.casefold())
     if profile.kind == "cell" and pair == (taken.model.casefold(), taken.hardware.casefold()):
-        return f"of ({profile.model}, {profile.hardware})"
-    return ""
+        said = f"{profile.name!r} is left out: ({profile.model}, {profile.hardware}) is that of {taken.name!r}"
+        return said, "take it out"
+    return None
 
 
 def _names(profile: Profile) -> set[str]:

@@ -234,7 +234,7 @@ FACTS = [
     ('source = "its label"', 'source = "s"\nextends = "mine"', "RL602", "profile 'mine' extends itself"),
     ('device = "gpu"', 'device = "gpu"\noffload_train = false', "RL608", "RL301: "),
     ('kind = "hardware"', 'kind = "hardwear"', "RL600", "profile kind 'hardwear' is none of"),
-    ('name = "mine"', 'name = "H100"', "RL600", "hardware profile name 'h100' is taken"),
+    ('name = "mine"', 'name = "H100"', "RL600", "hardware profile name 'H100' is taken"),
     ("gpus_per_node = 4", "gpus_per_node = ", "RL600", "malformed TOML: Invalid value"),
 ]
 
@@ -343,7 +343,10 @@ def test_what_is_no_profile_is_told_in_one_error(rllaunch: Any, tmp_path: Path):
     assert result.code == 3
     assert "error[RL600]: profile does not exist: nowhere.toml\n" in result.out
     result = rllaunch("profiles", "check", "H10O")
-    assert (result.code, result.err) == (3, "error: unknown profile 'H10O'\nhint: did you mean 'H100'?\n")
+    assert (result.code, result.err) == (
+        3,
+        "error: unknown profile 'H10O'\nhint: did you mean 'H100'?; a file of yours is found in ./profiles or with --profile-dir DIR\n",
+    )
     assert rllaunch("profiles", "check").code == 2
     assert rllaunch("profiles", "check", "H100", "--all").code == 2
     (tmp_path / "profiles").mkdir()
