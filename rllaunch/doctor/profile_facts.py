@@ -137,6 +137,11 @@ class _Facts:
             text = f"the source of {len(lines)} fact{'s' if len(lines) > 1 else ''} is still to be filled in"
             fix = 'write [profile] source, or { value = …, source = "…" }: measured when and on what, or whose page'
             yield Finding("RL605", "error", text, tuple(lines), fix)
+        elif self.own.source.strip().upper().startswith("TODO"):
+            text = "the source in [profile] is still to be filled in; no fact refers to it"
+            fix = "state where this machine differs under [facts], or write why nothing does as the source"
+            where = f"profile.source = {show_value(self.own.source)}   {self.own.origin}"
+            yield Finding("RL605", "warning", text, (where,), fix)
 
     def of_cpu(self) -> Iterator[Finding]:
         if stated := [k for k in ("gpu_memory_bytes", "host_link") if self.get(k)]:

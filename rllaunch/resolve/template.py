@@ -97,8 +97,12 @@ def profile_text(
         "Words of the GPU's name (`nvidia-smi -L`) by which --hardware auto knows the machine. Of several profiles "
         "that fit, the one with the longest words is taken, and of equally long ones none."
     )
-    known = base.gpu_names if base and not gpu_names else gpu_names
-    lines.append(("" if gpu_names else "# ") + f"gpu_names = {toml(list(known))}")
+    if base and base.gpu_names and not gpu_names:
+        lines += _comment(
+            f"{base.name} is taken for {' and '.join(base.gpu_names)}: those words here too, and neither would be. "
+            "Set it for another GPU only."
+        )
+    lines.append(("" if gpu_names else "# ") + f"gpu_names = {toml(list(gpu_names))}")
     return "\n".join(lines) + "\n"
 
 

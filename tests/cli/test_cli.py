@@ -142,8 +142,8 @@ def test_a_launch_for_a_cluster_that_is_not_here_says_so_in_one_screen(rllaunch:
     lines = (result.out + result.err).splitlines()
     assert len(lines) <= 40
     for text in (
-        "pip install 'rllaunch[megatron]'",
-        "pip install 'rllaunch[sglang]'",
+        "`pip install -e '.[megatron]'` in the clone of rllaunch",
+        "`pip install -e '.[sglang]'` in the clone of rllaunch",
         "8 nodes × 4 GPUs",
         "start-up  engine.offload_kv → trainer.init",
     ):

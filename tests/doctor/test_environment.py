@@ -81,7 +81,7 @@ def test_looking_imports_neither_torch_nor_ray() -> None:
 def test_engines_that_are_not_installed() -> None:
     (finding,) = found("RL501", {"trainer.backend": "embedded"})
     assert finding.message == "the sglang engines cannot run here: sglang is not installed"
-    assert finding.fix == "pip install 'rllaunch[sglang]'"
+    assert finding.fix == "`pip install -e '.[sglang]'` in the clone of rllaunch"
     assert exit_code([finding]) == 5
 
 
@@ -89,7 +89,7 @@ def test_engines_that_are_not_installed() -> None:
 def test_a_trainer_that_is_not_installed_is_one_finding_with_all_it_lacks() -> None:
     (finding,) = found("RL501", {"rollout.backend": "embedded"})
     assert finding.message.startswith("the megatron trainer cannot run here: megatron.core is not installed")
-    assert finding.fix.startswith("pip install 'rllaunch[megatron]'")
+    assert finding.fix.startswith("`pip install -e '.[megatron]'` in the clone of rllaunch")
 
 
 def test_engines_need_a_torch_that_sees_the_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
