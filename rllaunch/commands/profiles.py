@@ -104,10 +104,12 @@ def new(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     profile_dir: ProfileDirs = None,
+    json: Annotated[bool, typer.Option("--json", help="The name and the file as JSON.")] = False,
 ) -> None:
     """Write a hardware profile to fill in: every fact with its unit and how to find it out.
 
-    It asks nothing. The path is the only line on stdout.
+    It goes to ./profiles if there is such a folder, else to the config folder. It asks nothing. The path is the only
+    line on stdout.
     """
     plugins = _plugins(profile_dir)
     store = plugins.profiles()
@@ -121,7 +123,9 @@ def new(
         base=extended,
         facts=facts,
     )
-    _write(file, text, force)
+    _write(file, text, force, tell=not json)
+    if json:
+        console.data_json({"name": name, "file": str(file)})
     console.say(f"fill it in, then: rllaunch profiles check {shlex.quote(str(file))}")
     _tell_where(file)
 

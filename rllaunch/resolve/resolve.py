@@ -616,7 +616,8 @@ def find_key(name: str) -> str:
     """`section.key` for a full key, or for a bare one that only one section has.
 
     Raises:
-        UsageError: no such key (naming the nearest), or several.
+        ConfigError: no such key, naming the nearest.
+        UsageError: several.
     """
     keys = list(known_keys())
     name = name.lstrip("-").replace("-", "_") if name.startswith("--") else name
@@ -630,6 +631,6 @@ def find_key(name: str) -> str:
     if homes:
         raise UsageError(f"{name!r} is a key of several sections", "", f"one of: {', '.join(homes)}")
     near = did_you_mean(name, [*keys, *(k.partition(".")[2] for k in keys)])
-    raise UsageError(
+    raise ConfigError(
         f"unknown key {name!r}", "", near if near.startswith("did") else "`rllaunch resolve` lists every key"
     )

@@ -349,17 +349,17 @@ def test_the_arenas_of_a_node_are_as_large_as_the_plan_says(rllaunch: Any, monke
     assert found["fresh"] == []
 
 
-# RL507
+# RL349
 
 
 def test_prompt_files_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").touch()
     there, gone = str(tmp_path / "prompts.jsonl"), str(tmp_path / "held-out.jsonl")
-    assert found("RL507", {"task.prompt_data": there}) == []
-    (finding,) = found("RL507", {"task.prompt_data": there, "task.eval_prompt_data": gone})
+    assert found("RL349", {"task.prompt_data": there}) == []
+    (finding,) = found("RL349", {"task.prompt_data": there, "task.eval_prompt_data": gone})
     assert finding.message == f"the prompt file {gone} does not exist"
     assert finding.fix == "--eval-prompt-data with a JSONL file"
-    (finding,) = found("RL507", {"task.prompt_data": str(tmp_path)})
+    (finding,) = found("RL349", {"task.prompt_data": str(tmp_path)})
     assert finding.message == f"the prompt file {tmp_path} is a directory"
 
 

@@ -273,7 +273,7 @@ def test_a_key_outside_its_section_is_sent_home(rllaunch: Any, tmp_path: Path):
 def test_explain_knows_bare_keys_and_refuses_unknown_ones(rllaunch: Any):
     assert rllaunch("explain", "offload-train", *TINY).out.startswith("handoff.offload_train = true")
     result = rllaunch("explain", "offlod_train", *TINY)
-    assert result.code == 2
+    assert result.code == 3
     assert "did you mean" in result.err
 
 
