@@ -12,7 +12,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 # What of the README stands on the first page; the pages beside it tell the rest.
-START = ("", "Commands", "Your own task", "Settings", "The run directory")
+START = (
+    "",
+    "Commands",
+    "Will it fit?",
+    "What a handoff costs",
+    "Your own task",
+    "Settings",
+    "The run directory",
+    "Where it stands",
+)
 
 
 def start_page() -> str:
