@@ -186,7 +186,7 @@ def _show(resolved: Resolved, choice: Choice) -> None:
     if resolved.config.hardware.host_link_bytes_per_second is None and resolved.config.trainer.backend != "embedded":
         console.say("note: the profile states no link to the host that is known; the seconds are of PCIe Gen4")
     if resolved.config.rollout.rollout_max_context_len is None and resolved.config.trainer.backend != "embedded":
-        console.say("note: prompts are not counted among a sample's tokens: set --rollout-max-context-len")
+        console.say("note: prompts are not counted in samples: set --rollout-max-context-len")
     for note in taken.plan.sizes.notes:
         console.say(f"note: {note}")
     if not choice.fits:

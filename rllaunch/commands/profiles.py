@@ -166,7 +166,7 @@ def check(
     if findings:
         console.tinted_data(render(findings))
     for c in checked:
-        console.say(_verdict(c))
+        console.say(_verdict(c, with_launches=not every))
     raise typer.Exit(exit_code(findings))
 
 
@@ -231,15 +231,18 @@ def _checked(name: str, kind: str, plugins: Plugins) -> Checked:
     return check_profile(own, plugins)
 
 
-def _verdict(checked: Checked) -> str:
+def _verdict(checked: Checked, *, with_launches: bool) -> str:
+    """One line; where it is in order also which trial launches want more than the profiles give by themselves."""
     what = f"{checked.kind} {checked.name} ({checked.place})".lstrip()
     if checked.errors:
         return f"{what}: {checked.errors} error{'s' if checked.errors > 1 else ''}"
-    tried = [
-        f"{t.model} on {t.hardware} {'fits' if t.fits else 'does not fit without more nodes or flags'}"
-        for t in checked.launches
-    ]
-    return "\n  ".join([f"{what}: in order", *tried])
+    other = "hardware" if checked.kind == "model" else "model"
+    sorted_out: dict[bool, list[str]] = {True: [], False: []}
+    for tried in checked.launches:
+        sorted_out[bool(tried.fits)].append(getattr(tried, other))
+    told = [f"{', '.join(sorted_out[True])} as it is"] if sorted_out[True] else []
+    told += [f"{', '.join(sorted_out[False])} with more nodes or a layout of its own"] if sorted_out[False] else []
+    return f"{what}: in order" + (f"; tried and planned: {'; '.join(told)}" if told and with_launches else "")
 
 
 def _fact_of(text: str) -> tuple[str, Value]:

@@ -23,7 +23,9 @@ def mistaken_keys(profile: Profile) -> Iterator[ConfigError]:
         try:
             check_key(Setting(key, value.value, value.place))
         except ConfigError as err:
-            yield ConfigError(err.what, f"{key} = {show_value(value.value)}   {value.place}", err.fix)
+            is_fact = value.fact_source and not err.fix.startswith("did you mean")
+            fix = f"write what no key takes as a comment; {err.fix}" if is_fact else err.fix
+            yield ConfigError(err.what, f"{key} = {show_value(value.value)}   {value.place}", fix)
             continue
         *parents, leaf = key.split(".")
         node = nested

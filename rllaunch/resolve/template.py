@@ -88,6 +88,7 @@ def profile_text(
         else:
             lines.append(f"# {key} =")
         lines.append("")
+    lines += [*_comment("What no key takes (NICs, CPUs, disks) stands as a comment; nothing is planned with it."), ""]
     lines += _comment(
         "What was chosen for this machine: any key of the configuration, under [choices.SECTION] "
         "(`rllaunch schema --of config` has them all)."

@@ -67,7 +67,7 @@ def test_a_launch_that_does_not_fit_exits_4_and_marks_the_first_step_that_breaks
     assert len(marked) == 1
     assert re.search(r"✗ +trainer\.offload ", marked[0])
     assert result.err == (
-        "note: prompts are not counted among a sample's tokens: set --rollout-max-context-len\n"
+        "note: prompts are not counted in samples: set --rollout-max-context-len\n"
         "hint: `rllaunch doctor` says what would free how much; "
         "`rllaunch plan --fit --num-nodes 8` looks for a layout on as many nodes or more\n"
     )
@@ -230,6 +230,17 @@ def test_a_launch_that_has_the_best_layout_needs_no_flags(rllaunch: Any):
     assert rllaunch("plan", "--fit", *SMALL).out.splitlines()[-1] == (
         "the best is the launch's own layout: no flags are needed"
     )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_tables_fit_a_narrow_terminal_with_whole_words(rllaunch: Any, monkeypatch: pytest.MonkeyPatch, width: int):
+    whole = set(rllaunch("plan", *DSV4).out.split())
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = [line.rstrip() for line in rllaunch("plan", *DSV4).out.splitlines()]
+    assert max(map(len, lines[3:])) <= width
+    # Of what else there is, one reason names a key that is half as long as the narrowest of these.
+    words = {word for line in lines[: lines.index("What else there is")] for word in line.split() if "─" not in word}
+    assert words <= whole or width == 60
 
 
 # -- drawn -----------------------------------------------------------------------------------------

@@ -190,6 +190,16 @@ def test_what_cannot_be_written_is_one_error_and_no_file(
 # -- check -----------------------------------------------------------------------------------------
 
 
+def test_a_profile_that_is_in_order_is_one_line_and_not_blamed_for_large_models(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(GOOD, encoding="utf-8")
+    result = rllaunch("profiles", "check", "mine.toml", "tiny")
+    assert result.err.splitlines() == [
+        "hardware mine (mine.toml (given file)): in order; tried and planned: qwen3-0.6b as it is; "
+        "glm-4.7-flash, nemotron-3-nano-30b-a3b with more nodes or a layout of its own",
+        "model tiny (models/tiny.toml (rllaunch 0.1.0)): in order; tried and planned: H100, GB300, MI300X as it is",
+    ]
+
+
 def test_every_shipped_profile_is_in_order(rllaunch: Any):
     answer = rllaunch("profiles", "check", "--all", "--json").json()
     shipped = [row for row in answer["profiles"] if "(rllaunch " in row["place"]]
@@ -337,6 +347,16 @@ def test_a_link_without_a_speed_gives_the_plan_what_it_carries(rllaunch: Any, ch
     checked((speed, ""), ('"PCIe Gen4 x16"', '"a cable"'), code=0)
     plan = rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
     assert "note: the profile states no link to the host that is known; the seconds are of PCIe Gen4\n" in plan.err
+
+
+def test_a_fact_that_no_key_takes_is_to_be_a_comment(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(
+        GOOD.replace("host_link =", 'nics = "4 x 400 Gb/s"\nhost_link ='), encoding="utf-8"
+    )
+    result = rllaunch("profiles", "check", "mine.toml")
+    assert "hint: write what no key takes as a comment; known keys: " in result.out
+    rllaunch("profiles", "new", "box", "-o", "box.toml")
+    assert "# What no key takes (NICs, CPUs, disks) stands as a comment" in (tmp_path / "box.toml").read_text()
 
 
 def test_a_finding_names_file_and_line_and_what_was_probably_meant(rllaunch: Any, tmp_path: Path):
