@@ -92,16 +92,18 @@ def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
     """
     columns = list(zip(*rows, strict=True))
     room -= _GAP * (len(columns) - 1) + _ENDS
-    wanted = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in columns]
-    if sum(wanted) <= room:
+    widths = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in columns]
+    if sum(widths) <= room:
         return [None] * len(columns)
     # A number stays with its unit.
     pieces = [[cell] if len(cell) <= 10 else cell.split() for row in rows for cell in row]
     words = [max(len(piece) for cell in pieces[n :: len(columns)] for piece in cell) for n in range(len(columns))]
-    while sum(words) > room and max(words) > 1:
-        words[words.index(max(words))] -= 1
-    spare, open_ = room - sum(words), sum(wanted) - sum(words)
-    return [least + spare * (most - least) // open_ for least, most in zip(words, wanted, strict=True)]
+    while sum(widths) > room and max(widths) > 1:
+        # The widest that has more than its longest word; where none has, the widest.
+        narrowed = [w if w > least else 0 for w, least in zip(widths, words, strict=True)]
+        widest = narrowed if any(narrowed) else widths
+        widths[widest.index(max(widest))] -= 1
+    return list(widths)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
