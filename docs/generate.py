@@ -12,7 +12,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 # What of the README stands on the first page; the pages beside it tell the rest.
-START = ("", "Commands", "Your own task", "Settings", "The run directory")
+START = (
+    "",
+    "Commands",
+    "Will it fit?",
+    "What a handoff costs",
+    "Your own task",
+    "Settings",
+    "The run directory",
+    "Where it stands",
+)
 
 
 def start_page() -> str:
@@ -39,6 +48,7 @@ def keys_page() -> str:
         "",
         "Every key of the configuration, written by `make docs`. Any of them can be set in a TOML file, as",
         "`RLLAUNCH_SECTION__KEY` in the environment, or with `--set section.key=value`; those with a flag also by it.",
+        "Keys that count bytes take a unit too: `512 MiB`, `55 GB/s`.",
         "Other options of Megatron and SGLang pass through `[megatron]` and `[sglang]` (`--megatron-…`, `--sglang-…`).",
     ]
     section = ""

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rllaunch.doctor.engine import RANK, diagnose
 from rllaunch.doctor.finding import Finding, Level
 from rllaunch.doctor.profile_facts import check_facts
 from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.plan.choose import Unknown, plan_launch
 from rllaunch.plugins import Plugins
-from rllaunch.resolve.origins import Resolved, show_value
-from rllaunch.resolve.profiles import Profile, parse_profile
-from rllaunch.resolve.resolve import Request, Setting, check_key, resolve
-from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.origins import Resolved
+from rllaunch.resolve.profile_keys import mistaken_keys
+from rllaunch.resolve.profiles import Profile, read_profile
+from rllaunch.resolve.resolve import Request, Setting, resolve
 from rllaunch.resolve.toml_lines import read_text
 
 # A hardware profile is tried with models of different kinds: dense; experts with latent attention; experts with Mamba.
@@ -70,9 +68,13 @@ class Checked:
 def check_file(path: Path, plugins: Plugins) -> Checked:
     """A file, whether or not it lies where profiles are looked for."""
     try:
-        profile = parse_profile(read_text(path, "profile"), str(path), FILE, path.parent)
+        profile, mistakes = read_profile(read_text(path, "profile"), str(path), FILE, path.parent)
     except ConfigError as err:
         return _unusable(path.stem, str(path), [err])
+    if profile is None:
+        return _unusable(path.stem, str(path), mistakes)
+    if mistakes:
+        return check_profile(profile, plugins, mistakes)
     store = plugins.profiles()
     for known in store.profiles:
         if known.directory and (known.directory / Path(known.place).name).resolve() == path.resolve():
@@ -80,76 +82,51 @@ def check_file(path: Path, plugins: Plugins) -> Checked:
     before = len(store.problems)
     store.add(profile, is_users=True)
     if problems := store.problems[before:]:
-        return _unusable(profile.name, str(path), problems)
+        return check_profile(profile, plugins, problems)
     return check_profile(profile, plugins)
 
 
 def check_unusable(name: str, plugins: Plugins) -> Checked | None:
     """What is wrong with the files of a name that no profile has; None where there is no such file."""
-    problems = plugins.profiles().problems_of(name)
+    store = plugins.profiles()
+    for profile, mistakes in store.unusable:
+        if name.casefold() in (profile.name.casefold(), Path(profile.place).stem.casefold()):
+            return check_profile(profile, plugins, mistakes)
+    problems = store.problems_of(name)
     return _unusable(name, problems[0].where[0], problems) if problems else None
 
 
 def _unusable(name: str, place: str, problems: Sequence[RllaunchError]) -> Checked:
-    return Checked("", name, place, [Finding("RL600", "error", p.what, p.where, p.fix) for p in problems])
+    return Checked("", name, place, _of_the_file(problems))
 
 
-def check_profile(own: Profile, plugins: Plugins) -> Checked:
-    """Everything about a profile of the store.
+def _of_the_file(problems: Sequence[RllaunchError]) -> list[Finding]:
+    return [Finding("RL600", "error", p.what, p.where, p.fix) for p in problems]
+
+
+def check_profile(own: Profile, plugins: Plugins, mistakes: Sequence[RllaunchError] = ()) -> Checked:
+    """Everything about a profile.
 
     Args:
         own: as it stands in its file, without what it extends.
+        mistakes: why it is none of the store's.
     """
-    checked = Checked(own.kind, own.name, f"{own.place} ({own.plugin})")
+    checked = Checked(own.kind, own.name, f"{own.place} ({own.plugin})", _of_the_file(mistakes))
     found = checked.findings
-    found += _keys(own)
+    found += [Finding("RL601", "error", p.what, p.where, p.fix) for p in mistaken_keys(own)]
+    store = plugins.profiles()
     try:
-        profile = plugins.profiles().get(own.kind, own.name, own.place)
+        profile = store.merged(own)
+        base = store.get(own.kind, own.extends, own.place) if own.extends else None
     except ConfigError as err:
         found.append(Finding("RL602", "error", err.what, err.where, err.fix))
         return checked
     if own.kind == "hardware":
-        found += [*check_facts(profile, own), *_rivals(own, plugins)]
+        found += [*check_facts(profile, own, base), *_rivals(own, plugins)]
     if not checked.errors:
         found += _launches(own, profile, plugins, checked.launches)
     found.sort(key=lambda f: (RANK[f.level], f.code))
     return checked
-
-
-def _keys(own: Profile) -> Iterator[Finding]:
-    """Keys that do not exist, and values that their types refuse."""
-    nested: dict[str, Any] = {}
-    for key, value in own.values.items():
-        line = f"{key} = {show_value(value.value)}   {value.place}"
-        try:
-            check_key(Setting(key, value.value, value.place))
-        except ConfigError as err:
-            yield Finding("RL601", "error", err.what, (line,), err.fix)
-            continue
-        *parents, leaf = key.split(".")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value.value
-    try:
-        config = LaunchConfig.model_validate(nested)
-    except ValidationError as err:
-        for problem in err.errors():
-            key = ".".join(str(part) for part in problem["loc"][:2])
-            stated = own.values.get(key)
-            shown = show_value(problem["input"])
-            where = f"{key} = {shown}   {stated.place if stated else own.place}"
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            fix = f"`rllaunch schema` has the type of {key}"
-            yield Finding("RL601", "error", f"{key} cannot be {shown}: {message}", (where,), fix)
-        return
-    for key, value in own.values.items():
-        # A launch would read "8" and true as numbers; an editor that knows the schema, and the checks below, do not.
-        section, _, name = key.partition(".")
-        taken = getattr(getattr(config, section, None), name, None)
-        if isinstance(value.value, (str, bool)) and isinstance(taken, (int, float)) and not isinstance(taken, bool):
-            text = f"{key} is a number, not {show_value(value.value)}"
-            yield Finding("RL601", "error", text, (f"{key}   {value.place}",), "write it without quotes, in its unit")
 
 
 def _rivals(own: Profile, plugins: Plugins) -> Iterator[Finding]:

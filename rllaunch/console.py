@@ -73,10 +73,37 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
     from rich import box
     from rich.table import Table
 
-    made = Table(*columns, box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for name, width in zip(columns, _widths([columns, *rows], stdout_console().width), strict=True):
+        made.add_column(name, width=width, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made
+
+
+# Between two columns stand their two paddings and the box's own blank; one blank at each end.
+_GAP, _ENDS = 3, 2
+
+
+def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int | None]:
+    """Widths at which a table fits into `room` with whole words; None for each where it fits as it is.
+
+    rich narrows the widest columns alike, and so cuts words of one while another has room.
+    """
+    columns = list(zip(*rows, strict=True))
+    room -= _GAP * (len(columns) - 1) + _ENDS
+    widths = [max(len(line) for cell in column for line in cell.splitlines() or [""]) for column in columns]
+    if sum(widths) <= room:
+        return [None] * len(columns)
+    # A number stays with its unit.
+    pieces = [[cell] if len(cell) <= 10 else cell.split() for row in rows for cell in row]
+    words = [max(len(piece) for cell in pieces[n :: len(columns)] for piece in cell) for n in range(len(columns))]
+    while sum(widths) > room and max(widths) > 1:
+        # The widest that has more than its longest word; where none has, the widest.
+        narrowed = [w if w > least else 0 for w, least in zip(widths, words, strict=True)]
+        widest = narrowed if any(narrowed) else widths
+        widths[widest.index(max(widest))] -= 1
+    return list(widths)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rllaunch.errors import UsageError, did_you_mean
 from rllaunch.resolve.resolve import Request, Setting, field_of, free_value, is_bool, is_list, known_keys, typed
-from rllaunch.resolve.schema import Flag, descriptions
+from rllaunch.resolve.schema import Flag, descriptions, unit_of
 from rllaunch.resolve.user_dirs import FLAG
 
 # Options of Megatron and SGLang that no key of ours names go to their section as they are.
@@ -44,7 +44,7 @@ def launch_flags() -> dict[str, LaunchFlag]:
         assert info is not None, "known keys have a field"
         for mark in info.metadata:
             if isinstance(mark, Flag):
-                kind = "" if is_bool(info) else _metavar(info.annotation)
+                kind = "" if is_bool(info) else "BYTES" if unit_of(info) else _metavar(info.annotation)
                 flags[mark.name] = LaunchFlag(mark.name, key, is_bool(info), is_list(info), kind, mark.aliases)
     return flags
 

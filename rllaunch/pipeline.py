@@ -78,7 +78,8 @@ class Launch:
                 longest_prompt(config, data)
         except RllaunchError as err:
             return [Finding("RL340", "error", err.what, err.where, err.fix)]
-        return []
+        fix = 'name what the reward compares with "label"'
+        return [Finding("RL340", "warning", warning, (), fix) for warning in data.warnings]
 
     def _backend_findings(self, side: str, probe: bool) -> list[Finding]:
         """A backend that nobody brings, or that this version cannot run yet."""

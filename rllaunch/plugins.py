@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -68,7 +72,7 @@ class Plugins:
         """
         import typer
 
-        self.profiles()
+        self._check_profiles()
         self.rules()
         for side in ("trainer", "rollout"):
             self.backends(side)
@@ -96,7 +100,20 @@ class Plugins:
                     _mark_broken(info, store.problems[before:])
             for own in self.profile_dirs:
                 store.add_user_dir(own)
+            # Their profiles are missing: who asks for one is told why.
+            store.missing = ["   ".join((problem.what, *problem.where[-1:])) for problem in self.problems]
         return self._store
+
+    def _check_profiles(self) -> None:
+        """Hold the keys of guests' profiles against the schema; a launch does so with those it takes."""
+        from rllaunch.resolve.profile_keys import mistaken_keys
+
+        guests = {i.label: i for i in self.infos.values() if i.label != self.infos[PROJECT].label}
+        for profile in self.profiles().profiles:
+            if info := guests.get(profile.plugin):
+                for mistake in mistaken_keys(profile):
+                    whose = f"{profile.kind} profile {profile.name!r} of plugin {info.label}"
+                    self._blame(info, f"{whose} cannot be used: {mistake.what}", mistake.where, mistake.fix)
 
     def layers(self, model: str, hardware: str) -> list[tuple[PluginInfo, Mapping[str, Any]]]:
         """What plugins set for this pair; a layer the schema would refuse is a problem and left out whole."""
@@ -221,7 +238,8 @@ class Plugins:
         info = self.infos[impl.plugin_name]
         wanted = {name: arguments[name] for name in impl.argnames if name in arguments}
         try:
-            answer = impl.function(**wanted)
+            with redirect_stdout(sys.stderr):  # what it prints is no part of a command's data
+                answer = impl.function(**wanted)
         except _ANY_ERROR as err:
             self._failed(info, hook, err)
             return
@@ -242,18 +260,19 @@ class Plugins:
         return good
 
     def _failed(self, info: PluginInfo, hook: str, error: BaseException) -> None:
-        text = f"failed in {hook}: {type(error).__name__}: {error}"
-        self._blame(info, f"plugin {info.label} {text}", info.module, "update or uninstall the plugin")
+        text = f"failed in {hook}: {_told(error)}"
+        where = (info.module, _place_of(error))
+        self._blame(info, f"plugin {info.label} {text}", where, _way_out(info))
 
     def _nonsense(self, info: PluginInfo, hook: str, answer: Any, expected: str) -> None:
         self._blame(
             info,
             f"plugin {info.label} answered {hook} with {reprlib.repr(answer)}",
             info.module,
-            f"the hook returns {expected}; update or uninstall the plugin",
+            f"the hook returns {expected}; {_way_out(info)}",
         )
 
-    def _blame(self, info: PluginInfo, what: str, where: str, fix: str) -> None:
+    def _blame(self, info: PluginInfo, what: str, where: str | Sequence[str], fix: str) -> None:
         self.problems.append(PluginError(what, where, fix))
         info.error = info.error or what.removeprefix(f"plugin {info.label} ")
 
@@ -302,20 +321,45 @@ def _register(plugins: Plugins, info: PluginInfo, load: Callable[[], object]) ->
     plugins.infos[info.name] = info
     manager, plugin = plugins.manager, None
     try:
-        plugin = load()
+        with redirect_stdout(sys.stderr):  # what its module prints is no part of a command's data
+            plugin = load()
         manager.register(plugin, info.name)
         info.hooks = _checked_hooks(manager, plugin)
     except _ANY_ERROR as err:
-        info.error = err.what if isinstance(err, PluginError) else f"{type(err).__name__}: {err}"
+        info.error = err.what if isinstance(err, PluginError) else _told(err)
         if plugin is not None and manager.get_plugin(info.name) is plugin:
             manager.unregister(name=info.name)
         plugins.problems.append(
             PluginError(
                 f"plugin {info.label} cannot be used: {info.error}",
-                f"entry point {info.module}",
-                f"update or uninstall it, or leave it out with {DISABLE_VARIABLE}={info.name}",
+                (f"entry point {info.module}", "" if isinstance(err, PluginError) else _place_of(err)),
+                _way_out(info),
             )
         )
+
+
+def _told(error: BaseException) -> str:
+    """Kind and words of an error; a SyntaxError's place is told beside."""
+    words = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {words}"
+
+
+def _place_of(error: BaseException) -> str:
+    """`file:line` of the plugin's that an error came from; empty where no file of another's took part."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    ours = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (pluggy, builtin, importlib))
+    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(("<frozen ", *ours))]
+    if not frames:
+        return ""
+    # The plugin's own last line, rather than that of a library it called.
+    theirs = [f for f in frames if Path(f.filename).parent.is_relative_to(Path(frames[0].filename).parent)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}"
+
+
+def _way_out(info: PluginInfo) -> str:
+    without = f"{DISABLE_VARIABLE}={info.name}"
+    return f"correct it if it is yours; else update or uninstall it, or leave it out with {without}"
 
 
 def _checked_hooks(manager: pluggy.PluginManager, plugin: object) -> tuple[str, ...]:

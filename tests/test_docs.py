@@ -163,7 +163,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     words = ["build", "--strict", "--quiet", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)]
     built = subprocess.run([sys.executable, "-m", "mkdocs", *words], cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "rules.html").read_text(encoding="utf-8").count("<h2") > 70
+    rules = (tmp_path / "rules.html").read_text(encoding="utf-8")
+    assert rules.count("<h2") > 70
+    assert '<h2 id="rl203">RL203: leaves headroom' in rules
+    start = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert [src for src in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="([^"]+)"', start) if "//" in src] == []
+    assert 'src="site/iframe-worker.js"' in start, "search in pages that are opened as files"
+    assert "leaves headroom" in (tmp_path / "search/search_index.js").read_text(encoding="utf-8")
+
+
+def test_the_first_page_has_what_the_readme_says_of_using_it():
+    start = (DOCS / "index.md").read_text(encoding="utf-8")
+    for title in ("Will it fit?", "What a handoff costs", "Where it stands"):
+        assert f"\n## {title}\n" in start
 
 
 def test_every_flag_in_the_readme_exists():

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rllaunch.doctor.profile_facts import link_bytes_per_second
 from rllaunch.plugins import Plugins
+from rllaunch.resolve.links import reached_bytes_per_second
 from rllaunch.resolve.machine import Machine, facts_of, measured_facts, measured_remarks, read_machine, remarks_of
 from rllaunch.resolve.profiles import Profile, Value
 from rllaunch.resolve.template import profile_text
@@ -21,8 +21,6 @@ from rllaunch.resolve.template import profile_text
 PROGRAM = "rllaunch.backends.measure"
 TIMEOUT_SECONDS = 900.0
 MOST_BYTES, LEAST_BYTES = 4 * 2**30, 16 * 2**20
-# Of what a link carries, what pinned copies reach on PCIe Gen4 and Gen5 boards (0.80 to 0.88 in the shipped profiles).
-REACHED = 0.83
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,8 @@ def _without_stale_link(facts: dict[str, Value], base: Profile) -> dict[str, Val
     stated = "hardware.host_link_bytes_per_second" in base.values
     if not link or not theirs or link.value == theirs.value or "host_link_bytes_per_second" in facts or not stated:
         return facts
-    carries = link_bytes_per_second(link.value)
-    if carries is None:
-        return facts
-    said = f"not measured: {REACHED:.0%} of the {carries / 1e9:.1f} GB/s that {link.value} carries"
-    return facts | {"host_link_bytes_per_second": Value(round(carries * REACHED, -8), "", said)}
+    reached = reached_bytes_per_second(link.value)
+    return facts | {"host_link_bytes_per_second": Value(reached[0], "", reached[1])} if reached else facts
 
 
 def _description(machine: Machine) -> str:

@@ -12,6 +12,7 @@ from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import render
 from rllaunch.errors import EXIT_CONFIG, PluginError, RllaunchError, UsageError, did_you_mean
 from rllaunch.export import Export, Exporter
+from rllaunch.installing import plugin
 from rllaunch.pipeline import Launch, launch
 from rllaunch.plugins import PluginInfo, load_plugins
 from rllaunch.resolve.origins import Origin
@@ -20,7 +21,7 @@ from rllaunch.resolve.secrets import HIDDEN, is_secret
 app = command_app()
 # Whoever exports may have prompts of their own there.
 TASK_RULE = "RL333"
-HOW_TO_GET_ONE = "plugins bring them: `pip install rllaunch-miles` brings miles"
+HOW_TO_GET_ONE = f"plugins bring them: {plugin('rllaunch-miles')} brings miles"
 
 Targets = dict[str, tuple[PluginInfo, Exporter]]
 

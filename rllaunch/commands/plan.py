@@ -27,8 +27,8 @@ from rllaunch.units import gib
 app = command_app()
 # Of what else there is; the rest is in --json.
 MOST_ROWS = 12
-# Of the node counts that are too few.
-MOST_COUNTS = 3
+# Of the node counts that are too few: the first, and those before what fits.
+MOST_COUNTS = 4
 TASK_RULE = "RL333"
 LAYOUT_RULES = ("RL31", "RL32")
 _TIER_NAMES = {"gpu": "a GPU", "host": "a node's host"}
@@ -184,9 +184,9 @@ def _show(resolved: Resolved, choice: Choice) -> None:
         if len(rows) > MOST_ROWS:
             console.data(f"… and {len(rows) - MOST_ROWS} more: --json has them all")
     if resolved.config.hardware.host_link_bytes_per_second is None and resolved.config.trainer.backend != "embedded":
-        console.say("note: the profile states no link to the host; the seconds are of PCIe Gen4")
+        console.say("note: the profile states no link to the host that is known; the seconds are of PCIe Gen4")
     if resolved.config.rollout.rollout_max_context_len is None and resolved.config.trainer.backend != "embedded":
-        console.say("note: prompts are not counted among a sample's tokens: set --rollout-max-context-len")
+        console.say("note: prompts are not counted in samples: set --rollout-max-context-len")
     for note in taken.plan.sizes.notes:
         console.say(f"note: {note}")
     if not choice.fits:
@@ -302,8 +302,18 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
         console.data(f"{name}: no layout on up to {max_nodes} nodes fits")
     counts = list(answer.smaller.items())
     # The count that was asked for, and those just below what does.
-    for nodes, why in counts[:1] + counts[max(1, len(counts) - MOST_COUNTS) :]:
-        console.data(f"{nodes} node{'s' if nodes > 1 else ''}: {why}")
+    first, between, last = counts[:1], counts[1 : 1 - MOST_COUNTS], counts[1:][1 - MOST_COUNTS :]
+    for nodes, why in first:
+        console.data(f"{_nodes(nodes)}: {why}")
+    if between:
+        also = f"{between[0][0]} to {_nodes(between[-1][0])}" if len(between) > 1 else _nodes(between[0][0])
+        console.data(f"{also}: too few too; --json says what each lacks")
+    for nodes, why in last:
+        console.data(f"{_nodes(nodes)}: {why}")
+
+
+def _nodes(number: int) -> str:
+    return f"{number} node{'s' if number > 1 else ''}"
 
 
 def _summary(candidate: Candidate) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def new(
         return
     for file in files:
         console.data(str(target / file))
-    console.say(f"hint: pip install -e '{target}[test]', then pytest {target}")
+    console.say(f"hint: where rllaunch is installed: pip install -e '{target}[test]', then pytest {target}")
 
 
 def _list(json: bool) -> None:

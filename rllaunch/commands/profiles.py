@@ -16,10 +16,10 @@ from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.pipeline import plugin_findings
 from rllaunch.plugins import Plugins, load_plugins
 from rllaunch.resolve.origins import show_value
-from rllaunch.resolve.profiles import KINDS, Profile, ProfileStore, Value, nearest_profile
-from rllaunch.resolve.resolve import free_value
+from rllaunch.resolve.profiles import FIND, KINDS, Profile, Value, nearest_profile
+from rllaunch.resolve.resolve import Setting, typed, value_of
 from rllaunch.resolve.template import SCHEMA_FILE, UNSOURCED, fact_keys, profile_text
-from rllaunch.resolve.user_dirs import LOCAL, config_dir, profile_dirs
+from rllaunch.resolve.user_dirs import LOCAL, config_dir, is_found, profile_dirs
 
 if TYPE_CHECKING:
     from rllaunch.conformance import Checked
@@ -94,7 +94,7 @@ def new(
     name: Annotated[str, typer.Argument(help="What --hardware will call the machine.")],
     base: Annotated[str, typer.Option("--from", metavar="NAME", help="Hardware profile to extend.")] = "",
     fact: Annotated[
-        list[str] | None, typer.Option("--fact", metavar="KEY=VALUE", help="A fact to fill in; repeatable.")
+        list[str] | None, typer.Option("--fact", metavar="KEY=VALUE", help="A fact, 180GiB for bytes; repeatable.")
     ] = None,
     source: Annotated[str, typer.Option("--source", help="Where the facts are from.")] = "",
     description: Annotated[str, typer.Option("--description", help="One line for the list.")] = "",
@@ -104,10 +104,12 @@ def new(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     profile_dir: ProfileDirs = None,
+    json: Annotated[bool, typer.Option("--json", help="The name and the file as JSON.")] = False,
 ) -> None:
     """Write a hardware profile to fill in: every fact with its unit and how to find it out.
 
-    It asks nothing. The path is the only line on stdout.
+    It goes to ./profiles if there is such a folder, else to the config folder. It asks nothing. The path is the only
+    line on stdout.
     """
     plugins = _plugins(profile_dir)
     store = plugins.profiles()
@@ -115,14 +117,17 @@ def new(
     facts = dict(_fact_of(text) for text in fact or [])
     file = output or _default_file(name)
     text = profile_text(
-        _free_name(name, store, file if force else None),
+        _free_name(name, plugins, file),
         description=description or (f"{extended.name}, as ours are" if extended else "TODO: one line"),
         source=source or UNSOURCED,
         base=extended,
         facts=facts,
     )
-    _write(file, text, force)
+    _write(file, text, force, tell=not json)
+    if json:
+        console.data_json({"name": name, "file": str(file)})
     console.say(f"fill it in, then: rllaunch profiles check {shlex.quote(str(file))}")
+    _tell_where(file)
 
 
 @app.command("check")
@@ -161,7 +166,7 @@ def check(
     if findings:
         console.tinted_data(render(findings))
     for c in checked:
-        console.say(_verdict(c))
+        console.say(_verdict(c, with_launches=not every))
     raise typer.Exit(exit_code(findings))
 
 
@@ -198,7 +203,7 @@ def detect(
     if write is not None:
         _refuse_to_write(write, force)
     name = name or (write.stem if write is not None else "") or "this-machine"
-    name = _free_name(name, plugins.profiles(), write)
+    name = _free_name(name, plugins, write)
     seen = detected(name, base, plugins, measures=measure, mib=measure_mib)
     if json:
         console.data_json(seen.to_json())
@@ -209,6 +214,7 @@ def detect(
     if write is not None:
         file = _write(write, seen.text, force, tell=not json)
         console.say(f"look through it, then: rllaunch profiles check {shlex.quote(str(file))}")
+        _tell_where(file)
 
 
 def _checked(name: str, kind: str, plugins: Plugins) -> Checked:
@@ -225,39 +231,43 @@ def _checked(name: str, kind: str, plugins: Plugins) -> Checked:
     return check_profile(own, plugins)
 
 
-def _verdict(checked: Checked) -> str:
+def _verdict(checked: Checked, *, with_launches: bool) -> str:
+    """One line; where it is in order also which trial launches want more than the profiles give by themselves."""
     what = f"{checked.kind} {checked.name} ({checked.place})".lstrip()
     if checked.errors:
         return f"{what}: {checked.errors} error{'s' if checked.errors > 1 else ''}"
-    tried = [
-        f"{t.model} on {t.hardware} {'fits' if t.fits else 'does not fit without more nodes or flags'}"
-        for t in checked.launches
-    ]
-    return "\n  ".join([f"{what}: in order", *tried])
+    other = "hardware" if checked.kind == "model" else "model"
+    sorted_out: dict[bool, list[str]] = {True: [], False: []}
+    for tried in checked.launches:
+        sorted_out[bool(tried.fits)].append(getattr(tried, other))
+    told = [f"{', '.join(sorted_out[True])} as it is"] if sorted_out[True] else []
+    told += [f"{', '.join(sorted_out[False])} with more nodes or a layout of its own"] if sorted_out[False] else []
+    return f"{what}: in order" + (f"; tried and planned: {'; '.join(told)}" if told and with_launches else "")
 
 
 def _fact_of(text: str) -> tuple[str, Value]:
     key, equals, value = text.partition("=")
     key = key.strip().removeprefix("hardware.")
+    where = f"--fact {text}"
     if not equals:
-        raise UsageError(
-            f"--fact {text!r} is not KEY=VALUE", f"--fact {text}", "--fact host_memory_bytes=1099511627776"
-        )
+        raise UsageError(f"--fact {text!r} is not KEY=VALUE", where, "--fact host_memory_bytes=1TiB")
     if key not in fact_keys():
-        raise UsageError(f"there is no fact {key!r}", f"--fact {text}", did_you_mean(key, fact_keys()))
-    return key, Value(free_value(value.strip()), f"--fact {text}")
+        raise ConfigError(f"there is no fact {key!r}", where, did_you_mean(key, fact_keys()))
+    return key, Value(value_of(typed(Setting(f"hardware.{key}", value.strip(), where, text=True))), where)
 
 
-def _free_name(name: str, store: ProfileStore, file: Path | None) -> str:
+def _free_name(name: str, plugins: Plugins, file: Path | None) -> str:
     """The name, if nobody has it but the profile in the file that is to be written."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise UsageError(f"{name!r} cannot be a profile's name", "NAME", "letters, digits, and . _ + - after the first")
-    for taken in store.of_kind("hardware"):
+    for taken in plugins.profiles().of_kind("hardware"):
         if file and taken.directory and (taken.directory / Path(taken.place).name).resolve() == file.resolve():
             continue
         if name.casefold() in {n.casefold() for n in (taken.name, *taken.aliases)}:
             where = f"{taken.place} ({taken.plugin})"
             fix = f"another name; `--from {taken.name}` extends it"
+            if taken.plugin in {d.origin for d in plugins.profile_dirs}:
+                fix += f"; `-o {shlex.quote(taken.place)} --force` writes that file anew"
             raise ConfigError(f"hardware profile name {name!r} is taken", where, fix)
     return name
 
@@ -291,6 +301,12 @@ def _write(file: Path, text: str, force: bool, *, tell: bool = True) -> Path:
     return file
 
 
+def _tell_where(file: Path) -> None:
+    if not is_found(file, os.environ):
+        folder = shlex.quote(str(file.parent))
+        console.say(f"note: --hardware finds it with --profile-dir {folder}, or once it lies in ./profiles")
+
+
 def _plugins(given: list[Path] | None) -> Plugins:
     return load_plugins(profile_dirs=profile_dirs(given or [], os.environ))
 
@@ -317,8 +333,8 @@ def _find(plugins: Plugins, name: str, kind: str, *, merged: bool = True) -> Pro
     if matches:
         raise UsageError(f"{name!r} is {' and '.join(p.kind for p in matches)}", "", "say which with --kind")
     hint = nearest_profile(name, [p for p in store.profiles if p.kind in kinds])
-    unusable = [f"{p.where[0]}: {p.what}" for p in store.problems_of(name)]
-    raise ConfigError(f"unknown profile {name!r}", unusable, hint or "`rllaunch profiles list` shows them all")
+    hint = hint or "`rllaunch profiles list` shows them all"
+    raise ConfigError(f"unknown profile {name!r}", store.why_not(name), f"{hint}; {FIND}")
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

@@ -17,6 +17,7 @@ FILES = ("profile", "config")
 @app.command()
 def schema(
     of: Annotated[str, typer.Option("--of", metavar="|".join(FILES), help="Of which file.")] = "profile",
+    json: Annotated[bool, typer.Option("--json", help="It is JSON anyway.")] = False,
 ) -> None:
     """Print the JSON Schema of a profile's file, or of a --config file: editors complete and check with it.
 

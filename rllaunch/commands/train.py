@@ -96,6 +96,8 @@ def train(
         with interruptible():
             # Before there is a directory: a run that cannot start leaves none behind.
             data = load_task(made.resolved)
+            for warning in data.warnings:
+                console.say(f"warning: {warning}")
             longest = longest_prompt(config, data)
             run_dir = Path(config.run.run_dir).expanduser() if config.run.run_dir else _default_run_dir(made)
             summary["run_dir"] = str(run_dir)

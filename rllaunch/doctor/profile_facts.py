@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rllaunch.doctor.finding import Finding, Level
+from rllaunch.resolve.links import link_bytes_per_second, reached_bytes_per_second
 from rllaunch.resolve.origins import show_value
 from rllaunch.resolve.profiles import Profile, Value
 from rllaunch.units import gib
@@ -82,26 +83,23 @@ BOARDS: Mapping[str, Board] = {
 # A driver shows up to 7 % less than the vendor's decimal GB (B200), and at most as many GiB (A100).
 SHOWN = (0.9 * GB, 1.0 * GIB)
 
-# Bytes per second that a lane carries one way after its coding (128b/130b; Gen6: PAM4 with FLITs).
-PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9, 7: 15.1e9}
-C2C_BYTES_PER_SECOND = 450e9
 # Below this share of its link a copy is not what pinned memory gives.
 SLOW = 0.3
-_PCIE = re.compile(r"PCIe Gen(\d)(?: x(\d+))?")
 
 # What a number may have been meant as, where it is out of range: the factor to bytes, and its name.
 UNITS = ((1024, "KiB (as /proc/meminfo's kB)"), (2**20, "MiB"), (GIB, "GiB"), (GB, "GB"), (TIB, "TiB"), (10**12, "TB"))
 RATES = ((10**6, "MB/s"), (GB, "GB/s"), (10**12, "TB/s"))
 
 
-def check_facts(profile: Profile, own: Profile) -> Iterator[Finding]:
+def check_facts(profile: Profile, own: Profile, base: Profile | None = None) -> Iterator[Finding]:
     """What cannot be in the facts of a hardware profile.
 
     Args:
         profile: with what it extends merged in.
         own: as it stands in its file; what a base states is the base's to answer for.
+        base: what it extends, with what that extends merged in.
     """
-    facts = _Facts(profile, own)
+    facts = _Facts(profile, own, base)
     yield from facts.sources()
     if profile.values.get("hardware.accelerator", Value("cpu", "")).value == "cpu":
         yield from facts.of_cpu()
@@ -115,8 +113,8 @@ def check_facts(profile: Profile, own: Profile) -> Iterator[Finding]:
 
 
 class _Facts:
-    def __init__(self, profile: Profile, own: Profile) -> None:
-        self.profile, self.own = profile, own
+    def __init__(self, profile: Profile, own: Profile, base: Profile | None) -> None:
+        self.profile, self.own, self.base = profile, own, base
 
     def get(self, key: str) -> Any:
         found = self.profile.values.get(f"hardware.{key}")
@@ -139,6 +137,11 @@ class _Facts:
             text = f"the source of {len(lines)} fact{'s' if len(lines) > 1 else ''} is still to be filled in"
             fix = 'write [profile] source, or { value = …, source = "…" }: measured when and on what, or whose page'
             yield Finding("RL605", "error", text, tuple(lines), fix)
+        elif self.own.source.strip().upper().startswith("TODO"):
+            text = "the source in [profile] is still to be filled in; no fact refers to it"
+            fix = "state where this machine differs under [facts], or write why nothing does as the source"
+            where = f"profile.source = {show_value(self.own.source)}   {self.own.origin}"
+            yield Finding("RL605", "warning", text, (where,), fix)
 
     def of_cpu(self) -> Iterator[Finding]:
         if stated := [k for k in ("gpu_memory_bytes", "host_link") if self.get(k)]:
@@ -156,12 +159,17 @@ class _Facts:
             ("gpus_per_node", "error", "every layout is counted from it"),
             ("gpu_memory_bytes", "error", "no plan can say whether anything fits"),
             ("host_memory_bytes", "info", "plans have no limit on the host"),
-            ("host_link_bytes_per_second", "info", "the seconds of a plan are those of PCIe Gen4"),
+            ("host_link_bytes_per_second", "info", f"the seconds of a plan are those of {self._assumed_link()}"),
         )
         for key, level, why in needed:
             if self.get(key) is None:
                 fix = "state it under [facts]; what `rllaunch profiles new` writes says how to find it out"
                 yield self.say("RL603", level, f"{key} is not stated: {why}", (), fix)
+
+    def _assumed_link(self) -> str:
+        link = self.get("host_link")
+        reached = reached_bytes_per_second(link) if isinstance(link, str) else None
+        return f"{reached[0] / 1e9:.1f} GB/s, {reached[1]}" if reached else "PCIe Gen4"
 
     def gpus(self) -> Iterator[Finding]:
         count = self.number("gpus_per_node")
@@ -171,14 +179,20 @@ class _Facts:
 
     def board(self) -> tuple[str, Board] | None:
         """The GPU that the profile's own names tell, else those of what it extends."""
+        found = next((found for words, _ in self._words() if (found := _board_in(words))), None)
+        return (found, BOARDS[found]) if found else None
+
+    def _words(self) -> Iterator[tuple[str, bool]]:
+        """What may name the GPU, and whether another profile says it."""
         for profile in (self.own, self.profile):
-            own_words = " ".join((profile.name, *profile.aliases, *profile.gpu_names))
-            for words in (own_words, profile.extends):
-                named = [name for name in BOARDS if _contains(words, name)]
-                if named:
-                    name = max(named, key=len)
-                    return name, BOARDS[name]
-        return None
+            yield " ".join((profile.name, *profile.aliases, *profile.gpu_names)), profile is not self.own
+            yield profile.extends, True
+
+    def _names_another(self) -> str:
+        """What to do where the GPU is that of the profile which this one extends; empty where it is its own."""
+        if not next((is_theirs for words, is_theirs in self._words() if _board_in(words)), False):
+            return ""
+        return f'if this is another GPU than {self.own.extends}\'s, say so: gpu_names = ["…"] under [detect]'
 
     def gpu_memory(self) -> Iterator[Finding]:
         key = "gpu_memory_bytes"
@@ -201,7 +215,10 @@ class _Facts:
                 text = f"{gib(nbytes)} is the memory of all {count:g} GPUs together: a {name} has {sizes} GB"
                 yield self.say("RL604", "error", text, (key, "gpus_per_node"), f"{key} = {int(nbytes / count)}")
             else:
-                yield self._out_of_range(key, nbytes, fits, f"a {name} has {sizes} GB")
+                said = self._out_of_range(key, nbytes, fits, f"a {name} has {sizes} GB")
+                if another := self._names_another():
+                    said = replace(said, fix=f"{another}; {said.fix}" if "meant?" in said.fix else another)
+                yield said
         elif nbytes % GB == 0:
             text = f"{nbytes / GB:g} GB exactly, the vendor's decimal: a driver shows another number"
             fix = "the MiB of `nvidia-smi --query-gpu=memory.total --format=csv` × 1048576, where there is one to ask"
@@ -237,6 +254,21 @@ class _Facts:
             yield self._rate_out_of_range(key, rate, lambda r: GB <= r <= 2e12, "no link to a host is like that")
         if rate is not None and carries is not None:
             yield from self._against(key, rate, carries)
+        yield from self._of_another_link()
+
+    def _of_another_link(self) -> Iterator[Finding]:
+        """A speed that is inherited beside a link that is not: it is the other link's."""
+        link, key = "hardware.host_link", "hardware.host_link_bytes_per_second"
+        if self.base is None or link not in self.own.values or key in self.own.values or key not in self.base.values:
+            return
+        theirs = self.base.values.get(link)
+        if theirs is None or theirs.value == self.get("host_link"):
+            return
+        text = f"the link's speed is still that of {self.own.extends}, whose link is {theirs.value}"
+        fix = "state host_link_bytes_per_second too: `rllaunch profiles detect --measure` on the machine"
+        if reached := reached_bytes_per_second(str(self.get("host_link"))):
+            fix += f", or {toml_rate(reached[0])} ({reached[1]})"
+        yield self.say("RL604", "warning", text, ("host_link", "host_link_bytes_per_second"), fix)
 
     def _against(self, key: str, rate: float, carries: float) -> Iterator[Finding]:
         """A link's speed against what its generation carries."""
@@ -290,17 +322,13 @@ class _Facts:
         return self.say("RL604", "error", text, (key,), "`rllaunch profiles new` says how to find it out")
 
 
-def link_bytes_per_second(text: str) -> float | None:
-    """Bytes per second one way of a link as profiles write it; 16 lanes where none are named. None: not known."""
-    if text == "NVLink-C2C":
-        return C2C_BYTES_PER_SECOND
-    found = _PCIE.fullmatch(text)
-    lane = PCIE_LANE.get(int(found[1])) if found else None
-    return lane * int(found[2] or 16) if found and lane else None
-
-
 def toml_rate(rate: float) -> str:
     return f"{rate / 1e12:.4g}e12" if rate >= 1e12 else f"{rate / 1e9:.4g}e9"
+
+
+def _board_in(words: str) -> str | None:
+    """The board that the words name; of several the one with the longest name."""
+    return max((name for name in BOARDS if _contains(words, name)), key=len, default=None)
 
 
 def _contains(text: str, words: str) -> bool:

@@ -25,6 +25,8 @@ ORDER = "handoff.colocate_memory_peak_device"
 BUFFERS = "handoff.offload_train_buffers"
 WEIGHTS = "handoff.engine_weights"
 OPTIMIZER = "trainer.optimizer_cpu_offload"
+# A plan that leaves a smaller share of a limit free is warned of, whatever headroom was asked for.
+TIGHT = 0.05
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rllaunch.errors import ConfigError, RllaunchError
 from rllaunch.flags import command_of
 from rllaunch.plan.advice import changed
 from rllaunch.plan.architecture import Architecture
-from rllaunch.plan.choose import OPTIMIZER, Candidate, choose, least_room, told_break
+from rllaunch.plan.choose import OPTIMIZER, TIGHT, Candidate, choose, least_room, told_break
 from rllaunch.plan.forecast import limits_of
 from rllaunch.plan.sizes import sizes_of
 from rllaunch.resolve.origins import Resolved
@@ -70,7 +70,7 @@ class FitAnswer:
     """The best layouts of the fewest nodes that do, and why one node count less does not.
 
     Args:
-        found: best first: the fewest nodes, then the least communication, then the most room.
+        found: best first: the fewest nodes, then what leaves the asked headroom, then the least communication.
         smaller: node count → what its closest layout lacks, for every count below.
         considered: layouts that were planned.
     """
@@ -106,7 +106,7 @@ def fit(
     smaller: dict[int, str] = {}
     search = _Search(resolved, architecture)
     for nodes in _node_counts(resolved, max_nodes):
-        ranked = sorted(search.on(nodes), key=_rank)
+        ranked = sorted(search.on(nodes), key=search.rank)
         found = list(islice((f for f in ranked if is_sound(laid_out(resolved, f.layout))), best))
         if found:
             return FitAnswer(tuple(found), smaller, search.considered)
@@ -135,7 +135,7 @@ def nearest_fit(
     for on_host in search.placements:
         for (tp, pp), ep in ways:
             for found in search.fitting(nodes, tp, pp, ep, [engine], on_host):
-                if is_sound(laid_out(resolved, found.layout)):
+                if not search.is_tight(found) and is_sound(laid_out(resolved, found.layout)):
                     return found
     return None
 
@@ -162,6 +162,16 @@ class _Search:
         # Where the optimizer may live, as asked for first.
         given = resolved.config.trainer.optimizer_cpu_offload
         self.placements = [given] if given or resolved.is_set(OPTIMIZER) else [False, True]
+        self.headroom = max(TIGHT, resolved.config.handoff.memory_headroom)
+
+    def rank(self, fitted: Fitted) -> tuple[Any, ...]:
+        """What leaves headroom first; then fewer bubbles and less traffic between nodes; then more room."""
+        layout, room = fitted.layout, least_room(fitted.candidate.plan)[0]
+        ranks = layout.pp * layout.tp * layout.cp
+        return self.is_tight(fitted), layout.optimizer_on_host, ranks, layout.pp, -room
+
+    def is_tight(self, fitted: Fitted) -> bool:
+        return least_room(fitted.candidate.plan)[0] < self.headroom
 
     def on(self, nodes: int) -> list[Fitted]:
         here: list[Fitted] = []
@@ -170,19 +180,21 @@ class _Search:
             for on_host in self.placements:
                 fitting = list(self.fitting(nodes, tp, pp, ep, engines, on_host))
                 if fitting:
-                    here.append(min(fitting, key=self.engine_rank))
-                    break
+                    best = min(fitting, key=self.engine_rank)
+                    here.append(best)
+                    if not self.is_tight(best):
+                        break
         return here
 
-    def engine_rank(self, fitted: Fitted) -> tuple[bool, int]:
-        """The smallest engine whose KV cache holds its share of a rollout; else the largest."""
+    def engine_rank(self, fitted: Fitted) -> tuple[bool, bool, int]:
+        """The smallest engine whose KV cache holds its share of a rollout, else the largest; headroom before both."""
         config = self.resolved.config
         longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
         per_node = config.gpus_per_node
         engine = fitted.layout.engine_gpus
         share = config.num_samples * longest * engine / (fitted.layout.nodes * per_node)
         is_short = fitted.candidate.plan.sizes.tokens_in_kv < share
-        return is_short, -engine if is_short else engine
+        return self.is_tight(fitted), is_short, -engine if is_short else engine
 
     def fitting(self, nodes: int, tp: int, pp: int, ep: int, engines: Sequence[int], on_host: bool) -> Iterator[Fitted]:
         """What fits of one trainer layout; none is planned whose state alone is too much for a GPU or a host."""
@@ -212,7 +224,8 @@ class _Search:
             limit = limits.gpu if tier == "gpu" else limits.host
             if limit is not None and needed > limit:
                 name = "a GPU" if tier == "gpu" else "a node's host"
-                text = f"the trainer's state alone takes {gib(needed)} of {name}, {gib(limit)} are there"
+                takes = f"takes {gib(needed)} of {name}, {gib(needed - limit)} more than there are"
+                text = f"the trainer's state alone {takes}"
                 self._note(needed / limit - 1, f"{text} (closest: {layout.label})")
                 self.considered += 1
                 return True
@@ -234,13 +247,6 @@ def _node_counts(resolved: Resolved, max_nodes: int) -> Iterator[int]:
     key = "cluster.num_nodes"
     first = resolved.config.cluster.num_nodes if resolved.origin(key).layer in ("config", "env", "flag") else 1
     yield from range(first, max(first, max_nodes) + 1)
-
-
-def _rank(fitted: Fitted) -> tuple[Any, ...]:
-    """Fewer bubbles and less traffic between nodes first; then more room."""
-    layout, plan = fitted.layout, fitted.candidate.plan
-    room, _ = least_room(plan)
-    return (layout.nodes, layout.optimizer_on_host, room < 0.05, layout.pp * layout.tp * layout.cp, layout.pp, -room)
 
 
 def _why(candidate: Candidate) -> str:

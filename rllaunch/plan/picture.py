@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rllaunch.errors import EnvironmentProblem, UsageError
+from rllaunch.installing import extra
 from rllaunch.plan.handoff import TIERS, Tier
 from rllaunch.units import gib
 
@@ -161,7 +162,7 @@ def draw(heading: str, plans: Sequence[PlanPicture], path: Path) -> None:
         import matplotlib
     except ImportError as err:
         raise EnvironmentProblem(
-            what="drawing a plan needs matplotlib, which is not installed", fix="pip install 'rllaunch[plot]'"
+            what="drawing a plan needs matplotlib, which is not installed", fix=extra("plot")
         ) from err
     assert plans, "there is a plan to draw"
     # Text stays text in an SVG: it can be searched and edited, and the salt makes equal plans equal files.

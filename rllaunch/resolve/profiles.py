@@ -16,17 +16,19 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rllaunch.errors import ConfigError, PluginError, did_you_mean
 from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml
 from rllaunch.resolve.user_dirs import ProfileDir
+from rllaunch.units import parse_amount
 
 Kind = Literal["hardware", "model", "task", "cell"]
 KINDS: tuple[Kind, ...] = ("hardware", "model", "task", "cell")
 _TABLES = {"profile", "facts", "choices", "detect", "verified"}
 # Where facts live among the values; the rest of a section may be chosen.
 _FACTS = {"hardware": "hardware.", "model": "model.architecture."}
+FIND = "a file of yours is found in ./profiles or with --profile-dir DIR"
 # Files of a task that are given relative to the profile naming them.
 _FILES = ("task.prompt_data", "task.eval_prompt_data")
 _PROFILE_KEYS = {"kind", "name", "aliases", "description", "source", "extends", "model", "hardware"}
@@ -90,100 +92,165 @@ class _Parsed(Mapping[str, Value]):
         return len(self._makers)
 
 
-def parse_profile(text: str, place: str, plugin: str, directory: Path | None = None) -> Profile:
-    """A profile from the text of its file.
+def read_profile(
+    text: str, place: str, plugin: str, directory: Path | None = None
+) -> tuple[Profile | None, list[ConfigError]]:
+    """A profile from the text of its file, and every mistake in it; each names `place:line`.
 
-    Raises:
-        ConfigError: malformed, incomplete, or with tables or keys that mean nothing; the text names `place:line`.
+    With mistakes the profile is what the rest of the file says, for further checks only; None where not even that
+    can be said.
     """
     try:
         data = parse_toml(text, place)
     except ConfigError as err:
-        raise ConfigError(err.what, [f"{line} ({plugin})" for line in err.where], err.fix) from err
-    lines = cache(lambda: key_lines(text))
+        return None, [ConfigError(err.what, [f"{line} ({plugin})" for line in err.where], err.fix)]
+    reader = _Reader(data, text, place, plugin)
+    profile = reader.profile(directory)
+    return profile, [mistake for _, mistake in sorted(reader.mistakes, key=lambda found: found[0])]
 
-    def fail(key: str, what: str, fix: str) -> ConfigError:
-        return ConfigError(what, f"{place}:{line_of(lines(), key)} ({plugin})", fix)
 
-    def table(name: str) -> Mapping[str, Any]:
-        found = data.get(name, {})
-        if not isinstance(found, Mapping):
-            raise fail(name, f"[{name}] is a table, not {found!r}", f"write [{name}] on a line of its own")
-        return found
+class _Reader:
+    """A profile's file, read to its end whatever is wrong on the way."""
 
-    def text_of(key: str) -> str:
-        found = head.get(key, "")
-        if not isinstance(found, str):
-            raise fail(f"profile.{key}", f"{key!r} in [profile] is a text, not {found!r}", "write it in quotes")
-        return found
+    def __init__(self, data: Mapping[str, Any], text: str, place: str, plugin: str) -> None:
+        self.place, self.plugin = place, plugin
+        self.mistakes: list[tuple[int, ConfigError]] = []
+        """Each with its line."""
+        self._lines = cache(lambda: key_lines(text))
+        self._tables: dict[str, Mapping[str, Any]] = {}
+        for name in data:
+            if name not in _TABLES:
+                self._wrong(name, f"unknown table [{name}] in a profile", did_you_mean(name, _TABLES))
+        for name in _TABLES - {"verified"}:
+            found = data.get(name, {})
+            is_table = isinstance(found, Mapping)
+            if not is_table:
+                self._wrong(name, f"[{name}] is a table, not {found!r}", f"write [{name}] on a line of its own")
+            self._tables[name] = found if is_table else {}
+        self._head = self._tables["profile"]
+        self._verified = data.get("verified", [])
 
-    def texts_of(section: str, key: str) -> tuple[str, ...]:
-        found = table(section).get(key, [])
-        if not isinstance(found, list) or not all(isinstance(item, str) and item for item in found):
-            raise fail(
-                f"{section}.{key}", f"{key!r} in [{section}] is a list of texts, not {found!r}", f'{key} = ["…"]'
-            )
-        return tuple(found)
+    def profile(self, directory: Path | None) -> Profile | None:
+        kind = self._kind()
+        name = self._text("name")
+        if self._head.get("name", "") == "":
+            self._wrong("profile.name", "a profile needs a name", "set [profile] name")
+        if kind is None:
+            return None
+        self._check_cell(kind)
+        self._check_detect(kind)
+        profile = Profile(
+            kind=kind,
+            name=name,
+            plugin=self.plugin,
+            place=self.place,
+            values=_Parsed(self._values(kind)),
+            aliases=self._texts("profile", "aliases"),
+            description=self._text("description"),
+            source=self._text("source"),
+            extends=self._text("extends"),
+            model=self._text("model"),
+            hardware=self._text("hardware"),
+            gpu_names=self._texts("detect", "gpu_names"),
+            verified=self._rows(),
+            directory=directory,
+        )
+        return profile if name else None
 
-    for name in data:
-        if name not in _TABLES:
-            raise fail(name, f"unknown table [{name}] in a profile", did_you_mean(name, _TABLES))
-    head = table("profile")
-    for key in head:
-        if key not in _PROFILE_KEYS:
-            raise fail(f"profile.{key}", f"unknown key {key!r} in [profile]", did_you_mean(key, _PROFILE_KEYS))
-    kind = head.get("kind")
-    if kind not in KINDS:
+    def _wrong(self, key: str, what: str, fix: str) -> None:
+        line = line_of(self._lines(), key)
+        if (line, what) not in ((seen, mistake.what) for seen, mistake in self.mistakes):
+            self.mistakes.append((line, ConfigError(what, f"{self.place}:{line} ({self.plugin})", fix)))
+
+    def _text(self, key: str) -> str:
+        found = self._head.get(key, "")
+        if isinstance(found, str):
+            return found
+        self._wrong(f"profile.{key}", f"{key!r} in [profile] is a text, not {found!r}", "write it in quotes")
+        return ""
+
+    def _texts(self, section: str, key: str) -> tuple[str, ...]:
+        found = self._tables[section].get(key, [])
+        if isinstance(found, list) and all(isinstance(item, str) and item for item in found):
+            return tuple(found)
+        self._wrong(f"{section}.{key}", f"{key!r} in [{section}] is a list of texts, not {found!r}", f'{key} = ["…"]')
+        return ()
+
+    def _kind(self) -> Kind | None:
+        for key in self._head:
+            if key not in _PROFILE_KEYS:
+                self._wrong(f"profile.{key}", f"unknown key {key!r} in [profile]", did_you_mean(key, _PROFILE_KEYS))
+        kind = self._head.get("kind")
+        if kind in KINDS:
+            return cast("Kind", kind)
         given = f"profile kind {kind!r} is none of" if kind else "a profile needs a kind:"
-        raise fail("profile.kind", f"{given} {', '.join(KINDS)}", "set [profile] kind")
-    if not text_of("name"):
-        raise fail("profile.name", "a profile needs a name", "set [profile] name")
-    for key in ("model", "hardware"):
-        if kind == "cell" and not text_of(key):
-            raise fail("profile", "a cell names its model and its hardware", "set [profile] model and hardware")
-        if kind != "cell" and key in head:
-            raise fail(f"profile.{key}", f"only a cell names its {key}", f"take {key!r} out, or set kind to 'cell'")
-    for key in table("detect"):
-        if kind != "hardware":
-            raise fail("detect", f"a {kind} profile detects nothing", "move [detect] to a hardware profile")
-        if key != "gpu_names":
-            raise fail(f"detect.{key}", f"unknown key {key!r} in [detect]", did_you_mean(key, ["gpu_names"]))
-    verified = data.get("verified", [])
-    if not isinstance(verified, list) or not all(isinstance(row, Mapping) for row in verified):
-        raise fail("verified", "what was verified is a list of tables", "write [[verified]] above each")
-    values: dict[str, Callable[[], Value]] = {}
+        self._wrong("profile.kind", f"{given} {', '.join(KINDS)}", "set [profile] kind")
+        return None
 
-    def note(key: str, written: str, value: Any, source: str = "") -> None:
-        values[key] = lambda: Value(value, f"{place}:{line_of(lines(), written)}", source)
+    def _check_cell(self, kind: Kind) -> None:
+        if kind == "cell" and not (self._text("model") and self._text("hardware")):
+            self._wrong("profile", "a cell names its model and its hardware", "set [profile] model and hardware")
+        for key in ("model", "hardware"):
+            if kind != "cell" and key in self._head:
+                fix = f"take {key!r} out, or set kind to 'cell'"
+                self._wrong(f"profile.{key}", f"only a cell names its {key}", fix)
 
-    if facts := table("facts"):
-        if kind not in ("hardware", "model"):
-            raise fail("facts", f"a {kind} profile has no facts", "move the values to [choices.SECTION]")
-        for key, value, source in _facts(facts, text_of("source")):
+    def _check_detect(self, kind: Kind) -> None:
+        detect = self._tables["detect"]
+        if detect and kind != "hardware":
+            self._wrong("detect", f"a {kind} profile detects nothing", "move [detect] to a hardware profile")
+            return
+        for key in detect:
+            if key != "gpu_names":
+                self._wrong(f"detect.{key}", f"unknown key {key!r} in [detect]", did_you_mean(key, ["gpu_names"]))
+
+    def _rows(self) -> tuple[Mapping[str, Any], ...]:
+        rows = self._verified
+        if isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows):
+            return tuple(rows)
+        self._wrong("verified", "what was verified is a list of tables", "write [[verified]] above each")
+        return ()
+
+    def _values(self, kind: Kind) -> dict[str, Callable[[], Value]]:
+        """Facts and choices by dotted key; where their lines are is found when one is asked for."""
+        values: dict[str, Callable[[], Value]] = {}
+
+        def note(key: str, written: str, value: Any, source: str = "") -> None:
+            values[key] = lambda: Value(
+                _in_its_unit(key, value), f"{self.place}:{line_of(self._lines(), written)}", source
+            )
+
+        facts = self._tables["facts"]
+        if facts and kind not in ("hardware", "model"):
+            self._wrong("facts", f"a {kind} profile has no facts", "move the values to [choices.SECTION]")
+            facts = {}
+        for key, value, source in _facts(facts, self._text("source")):
             if not isinstance(source, str) or not source:
                 how = 'write { value = …, source = "…" } or [profile] source'
-                raise fail(f"facts.{key}", f"fact {key!r} has no source", how)
+                self._wrong(f"facts.{key}", f"fact {key!r} has no source", how)
+                source = "none is stated"
             note(f"{kind}.{key}", f"facts.{key}", value, source)
-    for key, value in flatten(table("choices")):
-        if "." not in key:
-            raise fail(f"choices.{key}", f"choice {key!r} stands outside a section", "write it under [choices.SECTION]")
-        note(key, f"choices.{key}", value)
-    return Profile(
-        kind=kind,
-        name=text_of("name"),
-        plugin=plugin,
-        place=place,
-        values=_Parsed(values),
-        aliases=texts_of("profile", "aliases"),
-        description=text_of("description"),
-        source=text_of("source"),
-        extends=text_of("extends"),
-        model=text_of("model"),
-        hardware=text_of("hardware"),
-        gpu_names=texts_of("detect", "gpu_names"),
-        verified=tuple(verified),
-        directory=directory,
-    )
+        for key, value in flatten(self._tables["choices"]):
+            if "." in key:
+                note(key, f"choices.{key}", value)
+            else:
+                where = "write it under [choices.SECTION]"
+                self._wrong(f"choices.{key}", f"choice {key!r} stands outside a section", where)
+        return values
+
+
+def _in_its_unit(key: str, value: Any) -> Any:
+    """The number that a text such as `180 GiB` stands for, where the key counts bytes; else the value."""
+    if not isinstance(value, str):
+        return value
+    from rllaunch.resolve.resolve import field_of
+    from rllaunch.resolve.schema import unit_of
+
+    unit = unit_of(field_of(key))
+    try:
+        return parse_amount(value, unit) if unit else value
+    except ValueError:
+        return value  # the schema says what is wrong with it
 
 
 def _facts(table: Mapping[str, Any], default_source: str, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -216,7 +283,11 @@ class ProfileStore:
 
     profiles: list[Profile] = field(default_factory=list)
     problems: list[PluginError | ConfigError] = field(default_factory=list)
-    """Files and plugins that could not be used; each becomes a finding."""
+    """What is wrong with files and plugins that could not be used; each becomes a finding."""
+    unusable: list[tuple[Profile, list[ConfigError]]] = field(default_factory=list)
+    """Profiles of files with mistakes, as far as they could be read."""
+    missing: list[str] = field(default_factory=list)
+    """What is wrong with plugins that might have brought more."""
     _files: set[Path] = field(default_factory=set)
 
     def add(self, profile: Profile, *, is_users: bool = False) -> None:
@@ -234,15 +305,13 @@ class ProfileStore:
             return
         for taken in self.profiles:
             if clash := _clash(taken, profile):
-                self.problems.append(
-                    PluginError(
-                        f"{profile.kind} profile {clash} is taken",
-                        (f"{profile.place} ({profile.plugin})", f"already: {taken.place} ({taken.plugin})"),
-                        f'give the profile another name, with extends = "{taken.name}" for what the two share'
-                        if is_users
-                        else "give the profile another name, or uninstall one of the two plugins",
-                    )
-                )
+                what, fix = clash
+                if is_users and taken.kind != "cell":
+                    fix += f', with extends = "{taken.name}" for what the two share'
+                elif not is_users:
+                    fix += ", or uninstall one of the two plugins"
+                where = (f"{profile.place} ({profile.plugin})", f"already: {taken.place} ({taken.plugin})")
+                self.problems.append(PluginError(f"{profile.kind} profile {what}", where, fix))
                 return
         self.profiles.append(profile)
 
@@ -283,13 +352,17 @@ class ProfileStore:
             folder = file.parent
             self._files.add(file.resolve())
         try:
-            self.add(parse_profile(file.read_text(encoding="utf-8"), place, plugin, folder), is_users=is_users)
-        except ConfigError as err:
-            self.problems.append(err)
+            profile, mistakes = read_profile(file.read_text(encoding="utf-8"), place, plugin, folder)
         except (OSError, UnicodeDecodeError) as err:
             self.problems.append(
                 PluginError(f"profile file cannot be read: {err}", f"{place} ({plugin})", "save it as UTF-8 text")
             )
+            return
+        self.problems += mistakes
+        if profile and mistakes:
+            self.unusable.append((profile, mistakes))
+        elif profile:
+            self.add(profile, is_users=is_users)
 
     def of_kind(self, kind: Kind) -> list[Profile]:
         return sorted((p for p in self.profiles if p.kind == kind), key=lambda p: p.name.casefold())
@@ -302,10 +375,25 @@ class ProfileStore:
         """
         for profile in self.of_kind(kind):
             if name.casefold() in _names(profile):
-                return self._extended(profile, ())
+                return self.merged(profile)
+        if name.endswith(".toml"):
+            file = Path(name)
+            fix = f"a profile goes by its name, which its file gives: --{kind} {file.stem} --profile-dir {file.parent}"
+            raise ConfigError(f"a file is no name of a {kind} profile: {name}", where, fix)
         hint = nearest_profile(name, self.of_kind(kind)) or f"known: {', '.join(p.name for p in self.of_kind(kind))}"
-        unusable = [f"{p.where[0]}: {p.what}" for p in self.problems_of(name)]
-        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *unusable], hint)
+        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *self.why_not(name)], f"{hint}; {FIND}")
+
+    def merged(self, profile: Profile) -> Profile:
+        """The profile, whether or not it is one of these, with what it extends merged in.
+
+        Raises:
+            ConfigError: a chain of `extends` that ends nowhere.
+        """
+        return self._extended(profile, ())
+
+    def why_not(self, name: str) -> list[str]:
+        """What may be the reason that there is no profile of that name: its file, plugins that could not be used."""
+        return [*(f"{p.where[0]}: {p.what}" for p in self.problems_of(name)), *self.missing]
 
     def problems_of(self, name: str) -> list[PluginError | ConfigError]:
         """What is wrong with the files of that name."""
@@ -404,16 +492,22 @@ def _are_texts(items: Any) -> bool:
     return isinstance(items, tuple) and all(isinstance(item, str) and item for item in items)
 
 
-def _clash(taken: Profile, profile: Profile) -> str:
-    """What two profiles of a kind both claim: a name, or for cells the pair; empty if nothing."""
+def _clash(taken: Profile, profile: Profile) -> tuple[str, str] | None:
+    """What the second of two profiles claims that is the first's, and what to do: a name, an alias, a cell's pair."""
     if taken.kind != profile.kind:
-        return ""
-    if names := _names(taken) & _names(profile):
-        return f"name {sorted(names)[0]!r}"
+        return None
+    theirs = _names(taken)
+    if profile.name.casefold() in theirs:
+        of = "" if profile.name.casefold() == taken.name.casefold() else f" as an alias of {taken.name!r}"
+        return f"name {profile.name!r} is taken{of}", "give the profile another name"
+    if alias := next((a for a in profile.aliases if a.casefold() in theirs), ""):
+        said = f"{profile.name!r} is left out: its alias {alias!r} is taken by {taken.name!r}"
+        return said, f"take {alias!r} out of its aliases"
     pair = (profile.model.casefold(), profile.hardware.casefold())
     if profile.kind == "cell" and pair == (taken.model.casefold(), taken.hardware.casefold()):
-        return f"of ({profile.model}, {profile.hardware})"
-    return ""
+        said = f"{profile.name!r} is left out: ({profile.model}, {profile.hardware}) is that of {taken.name!r}"
+        return said, "take it out"
+    return None
 
 
 def _names(profile: Profile) -> set[str]:

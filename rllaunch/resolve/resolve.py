@@ -24,10 +24,12 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.resolve import user_dirs
+from rllaunch.resolve.links import reached_bytes_per_second
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
-from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions
+from rllaunch.resolve.schema import LaunchConfig, PassThrough, descriptions, unit_of
 from rllaunch.resolve.toml_lines import key_lines, line_of, parse_toml, read_text
+from rllaunch.units import parse_amount
 
 if TYPE_CHECKING:
     from rllaunch.plugins import Plugins
@@ -139,14 +141,12 @@ def resolve(request: Request, plugins: Plugins) -> Resolved:
     if not (named := _last(layers, "hardware.name")) or named.value == "auto":
         detected = Setting("hardware.name", profiles["hardware"].name, "detected on this machine")
         layers.append(Layer("derived", (detected,)))
-    for layer in layers:
-        for setting in layer.settings:
-            check_key(setting)
+    _check_keys(layers)
     with _reading(layers):
         try:
             config = LaunchConfig.model_validate(_LayeredConfig().model_dump())
         except ValidationError as err:
-            raise _bad_value(err, layers) from None
+            raise _bad_value(err.errors(), layers) from None
     origins = _collect(config, layers)
     derived = _derive(config, origins)
     if derived:
@@ -228,6 +228,21 @@ def known_keys() -> Iterator[str]:
         model = _section_model(section)
         assert model is not None, "every field of the config is a section"
         yield from (f"{section}.{key}" for key in model.model_fields)
+
+
+def _check_keys(layers: Sequence[Layer]) -> None:
+    """Raises one ConfigError for all keys that the schema does not have, each with who set it."""
+    found: list[ConfigError] = []
+    for setting in (setting for layer in layers for setting in layer.settings):
+        try:
+            check_key(setting)
+        except ConfigError as err:
+            found.append(err)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        told = [f"{err.what}   {' '.join(err.where)}   {err.fix}" for err in found]
+        raise ConfigError(f"{len(found)} keys cannot be set", told, "correct them")
 
 
 def check_key(setting: Setting) -> None:
@@ -320,6 +335,22 @@ def typed(setting: Setting) -> Setting:
         if value.lower() in ("none", "null", "unset") and type(None) in get_args(info.annotation):
             value = None
     return Setting(setting.key, value, setting.source, text=True)
+
+
+def value_of(setting: Setting) -> Any:
+    """What the schema reads a setting of one of its keys as.
+
+    Raises:
+        ConfigError: it refuses the value.
+    """
+    section, _, key = setting.key.partition(".")
+    model = _section_model(section)
+    assert model is not None, "the key is one of the schema's"
+    try:
+        return getattr(model.model_validate({key: setting.value}), key)
+    except ValidationError as err:
+        problems = [{**problem, "loc": (section, *problem["loc"])} for problem in err.errors()]
+        raise _bad_value(problems, [Layer("flag", (setting,))]) from None
 
 
 def free_value(text: str) -> Any:
@@ -479,6 +510,9 @@ def _collect(config: LaunchConfig, layers: Sequence[Layer]) -> dict[str, tuple[O
 
 def _as_typed(setting: Setting) -> Any:
     info = field_of(setting.key)
+    if isinstance(setting.value, str) and (unit := unit_of(info)):
+        # The schema has read it before: it is no number, or one with its unit.
+        return free_value(str(parse_amount(setting.value, unit)))
     if not setting.text or info is None or not isinstance(setting.value, str):
         return list(setting.value) if isinstance(setting.value, tuple) else setting.value
     if is_bool(info):
@@ -496,11 +530,15 @@ def _pick(dumped: Mapping[str, Any], key: str, default: Any) -> Any:
     return node
 
 
-def _bad_value(error: ValidationError, layers: Sequence[Layer]) -> ConfigError:
-    """One error for all values the schema refuses, each with who set it."""
-    lines, first = [], error.errors()[0]
+def _bad_value(problems: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> ConfigError:
+    """One error for all values the schema refuses, each with who set it.
+
+    Args:
+        problems: as pydantic's `ValidationError.errors()` has them.
+    """
+    lines, first = [], problems[0]
     fixes = []
-    for problem in error.errors():
+    for problem in problems:
         key = ".".join(str(part) for part in problem["loc"][:2])
         setting = _last(layers, key)
         value = setting.value if setting else problem["input"]
@@ -511,6 +549,8 @@ def _bad_value(error: ValidationError, layers: Sequence[Layer]) -> ConfigError:
     key = ".".join(str(part) for part in first["loc"][:2])
     meaning = descriptions().get(key)
     default_fix = f"{key}: {meaning}" if meaning else "correct the value"
+    if unit := unit_of(field_of(key)):
+        default_fix += f" A number, or one with its unit: {'512 MiB' if unit == 'B' else '55 GB/s'}."
     what = f"{key} cannot be {(_last(layers, key) or Setting(key, first['input'], '')).value!r}: {_reason(first)}"
     if len(lines) > 1:
         what = f"{len(lines)} values cannot be used"
@@ -532,6 +572,9 @@ def _derive(config: LaunchConfig, origins: Mapping[str, tuple[Origin, ...]]) -> 
     def origin_of(key: str) -> str:
         return f"{key} ({origins[key][-1].layer}: {origins[key][-1].source})"
 
+    hardware = config.hardware
+    if hardware.host_link_bytes_per_second is None and (reached := reached_bytes_per_second(hardware.host_link)):
+        derived.append(Setting("hardware.host_link_bytes_per_second", *reached))
     gpus = cluster.num_gpus_per_node
     if gpus is None:
         gpus = config.hardware.gpus_per_node
@@ -573,7 +616,8 @@ def find_key(name: str) -> str:
     """`section.key` for a full key, or for a bare one that only one section has.
 
     Raises:
-        UsageError: no such key (naming the nearest), or several.
+        ConfigError: no such key, naming the nearest.
+        UsageError: several.
     """
     keys = list(known_keys())
     name = name.lstrip("-").replace("-", "_") if name.startswith("--") else name
@@ -587,6 +631,6 @@ def find_key(name: str) -> str:
     if homes:
         raise UsageError(f"{name!r} is a key of several sections", "", f"one of: {', '.join(homes)}")
     near = did_you_mean(name, [*keys, *(k.partition(".")[2] for k in keys)])
-    raise UsageError(
+    raise ConfigError(
         f"unknown key {name!r}", "", near if near.startswith("did") else "`rllaunch resolve` lists every key"
     )

@@ -11,10 +11,14 @@ import ast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from rllaunch.units import AMOUNT, parse_amount
 
 PeakDevice = Literal["cpu", "gpu", "auto"]
 TrainBuffers = Literal["retained", "fresh", "shared", "auto"]
@@ -31,6 +35,40 @@ class Flag:
 
     name: str
     aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a key counts, where a text may give it in a larger unit."""
+
+    name: Literal["B", "B/s"]
+
+
+def _amount(unit: Literal["B", "B/s"], number: Any) -> BeforeValidator:
+    """A number, or a text with one and its unit (`180 GiB`, `55.3 GB/s`); what the config holds is the number."""
+
+    def read(value: Any) -> Any:
+        try:
+            return parse_amount(value, unit) if isinstance(value, str) else value
+        except ValueError as err:
+            raise PydanticCustomError("unit", "{why}", {"why": str(err)}) from None
+
+    return BeforeValidator(read, json_schema_input_type=number | Annotated[str, Field(pattern=AMOUNT[unit])])
+
+
+_AnyInt = Annotated[int, Field(ge=0)]
+_PositiveInt = Annotated[int, Field(ge=1)]
+_PositiveFloat = Annotated[float, Field(gt=0)]
+Bytes = Annotated[_AnyInt, Unit("B"), _amount("B", _AnyInt)]
+SomeBytes = Annotated[_PositiveInt, Unit("B"), _amount("B", _PositiveInt)]
+BytesPerSecond = Annotated[_PositiveFloat, Unit("B/s"), _amount("B/s", _PositiveFloat)]
+
+
+def unit_of(info: FieldInfo | None) -> Literal["B", "B/s", ""]:
+    """The unit of a key that counts bytes, or bytes a second; empty for any other."""
+    parts = [] if info is None else [info, *get_args(info.annotation)]
+    marks = (m for part in parts for m in (*getattr(part, "metadata", ()), *getattr(part, "__metadata__", ())))
+    return next((mark.name for mark in marks if isinstance(mark, Unit)), "")
 
 
 class Section(BaseModel):
@@ -64,20 +102,20 @@ class Hardware(Section):
     """What the trainer and the engines compute on."""
     gpus_per_node: int = Field(default=1, ge=1)
     """GPUs one node has (on `cpu`: slots that stand for one)."""
-    gpu_memory_bytes: int | None = Field(default=None, ge=1)
+    gpu_memory_bytes: SomeBytes | None = None
     """Memory of one GPU as the driver shows it, in bytes; unset when no source says."""
-    host_memory_bytes: int | None = Field(default=None, ge=1)
+    host_memory_bytes: SomeBytes | None = None
     """Host RAM of one node that a job may use, in bytes; unset when no source says."""
     host_link: str = ""
     """How a GPU reaches host RAM, such as `PCIe Gen5 x16` or `NVLink-C2C`."""
-    host_link_bytes_per_second: float | None = Field(default=None, gt=0)
+    host_link_bytes_per_second: BytesPerSecond | None = None
     """Bytes per second between one GPU and host RAM, one direction."""
-    host_pin_bytes_per_second: float | None = Field(default=None, gt=0)
+    host_pin_bytes_per_second: BytesPerSecond | None = None
     """Bytes per second of a copy from one GPU into host pages that are made and locked for it; unset: as on the host of
     one H200."""
-    hbm_bytes_per_second: float | None = Field(default=None, gt=0)
+    hbm_bytes_per_second: BytesPerSecond | None = None
     """Bytes per second one GPU reads from its own memory."""
-    gpu_link_bytes_per_second: float | None = Field(default=None, gt=0)
+    gpu_link_bytes_per_second: BytesPerSecond | None = None
     """Bytes per second between two GPUs of one node, both directions together."""
 
 
@@ -118,12 +156,12 @@ class Handoff(Section):
     engine_weights: Annotated[EngineWeights, Flag("--engine-weights")] = "auto"
     """What releasing the engine's weights does: copy them to the host (`mirror`), or drop them (`discard`)
     because the next update rewrites them."""
-    update_weight_buffer_size: Annotated[int, Flag("--update-weight-buffer-size")] = Field(default=512 * 2**20, ge=1)
+    update_weight_buffer_size: Annotated[SomeBytes, Flag("--update-weight-buffer-size")] = 512 * 2**20
     """Largest bucket of a weight update, in bytes. On GPUs there are two: one is filled while the other is read."""
     check_weight_update_equal: Annotated[bool, Flag("--check-weight-update-equal")] = False
     """Overwrite the engines' weights before the first update, and compare all engines' checksums after every one.
     Without it only the first update is compared, with what the engines loaded by themselves."""
-    train_memory_margin_bytes: Annotated[int, Flag("--train-memory-margin-bytes")] = Field(default=1 * 2**30, ge=0)
+    train_memory_margin_bytes: Annotated[Bytes, Flag("--train-memory-margin-bytes")] = 2**30
     """GPU memory the trainer leaves free, in bytes."""
     memory_headroom: Annotated[float, Flag("--memory-headroom")] = Field(default=0.05, ge=0, lt=1)
     """Share of each memory limit that a choice of `auto` keeps free, where it can."""
@@ -277,7 +315,7 @@ class Run(Section):
     record_pss: Annotated[bool, Flag("--record-pss")] = False
     """Read the host memory of each trainer rank and engine by itself after every step (PSS, `pss_bytes` in
     `events.jsonl`). The kernel walks page tables for it, 4 to 19 ms a GiB, which counts into the step's seconds."""
-    disk_reserve_bytes: int = Field(default=64 * 2**20, ge=0)
+    disk_reserve_bytes: Bytes = 64 * 2**20
     """Free bytes the run directory's disk must keep beyond the checkpoints."""
     torch_num_threads: int = Field(default=1, ge=1)
     """Threads of one process on `cpu`: more of them spin against each other when cores are few."""
@@ -288,20 +326,20 @@ class Run(Section):
 class Pools(Section):
     """The embedded backend's memory pools: capacities, and what a rehearsal of a larger launch books in them."""
 
-    device_capacity_bytes: int | None = Field(default=None, ge=1)
+    device_capacity_bytes: SomeBytes | None = None
     """Bytes of one device pool, shared by the trainer rank and the engine on it; unset: no limit."""
-    host_capacity_bytes: int | None = Field(default=None, ge=1)
+    host_capacity_bytes: SomeBytes | None = None
     """Bytes of a node's host pool; unset: no limit."""
-    region_bytes: dict[RegionName, Annotated[int, Field(ge=0)]] = {}
+    region_bytes: dict[RegionName, Bytes] = {}
     """Bytes each region is given at least, by name, as a rehearsal of a larger launch sets them; regions: `weights`,
     `kv_cache`, `cuda_graph`, `params`, `optimizer`, `grads`, `activations`, `update_bucket`."""
-    device_static_bytes: int = Field(default=0, ge=0)
+    device_static_bytes: Bytes = 0
     """Bytes of a device pool that are in use all the time: processes, contexts, buffers."""
-    host_static_bytes: int = Field(default=0, ge=0)
+    host_static_bytes: Bytes = 0
     """Bytes of a node's host pool that are in use all the time: processes, contexts, buffers."""
-    host_trainer_bytes: int = Field(default=0, ge=0)
+    host_trainer_bytes: Bytes = 0
     """Bytes of a node's host pool that are in use once the trainer is built: an optimizer on the host, a reference."""
-    host_save_bytes: int = Field(default=0, ge=0)
+    host_save_bytes: Bytes = 0
     """Bytes of a node's host pool that are in use while a checkpoint is written."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rllaunch.resolve.origins import show_value
 from rllaunch.resolve.profiles import Profile, Value
 from rllaunch.resolve.schema import Hardware, descriptions
+from rllaunch.units import gib
 
 # Beside each profile that is written, for editors (Taplo, Even Better TOML).
 SCHEMA_FILE = "rllaunch-profile.schema.json"
@@ -87,6 +88,7 @@ def profile_text(
         else:
             lines.append(f"# {key} =")
         lines.append("")
+    lines += [*_comment("What no key takes (NICs, CPUs, disks) stands as a comment; nothing is planned with it."), ""]
     lines += _comment(
         "What was chosen for this machine: any key of the configuration, under [choices.SECTION] "
         "(`rllaunch schema --of config` has them all)."
@@ -96,15 +98,20 @@ def profile_text(
         "Words of the GPU's name (`nvidia-smi -L`) by which --hardware auto knows the machine. Of several profiles "
         "that fit, the one with the longest words is taken, and of equally long ones none."
     )
-    known = base.gpu_names if base and not gpu_names else gpu_names
-    lines.append(("" if gpu_names else "# ") + f"gpu_names = {toml(list(known))}")
+    if base and base.gpu_names and not gpu_names:
+        lines += _comment(
+            f"{base.name} is taken for {' and '.join(base.gpu_names)}: those words here too, and neither would be. "
+            "Set it for another GPU only."
+        )
+    lines.append(("" if gpu_names else "# ") + f"gpu_names = {toml(list(gpu_names))}")
     return "\n".join(lines) + "\n"
 
 
 def _fact(key: str, fact: Value) -> str:
+    figure = f"  # {gib(fact.value)}" if key.endswith("_bytes") and isinstance(fact.value, int) else ""
     if not fact.fact_source:
-        return f"{key} = {toml(fact.value)}"
-    return f"{key} = {{ value = {toml(fact.value)}, source = {toml(fact.fact_source)} }}"
+        return f"{key} = {toml(fact.value)}{figure}"
+    return f"{key} = {{ value = {toml(fact.value)}, source = {toml(fact.fact_source)} }}{figure}"
 
 
 def _comment(text: str) -> list[str]:

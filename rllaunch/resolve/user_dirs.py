@@ -38,6 +38,15 @@ def config_dir() -> Path:
     return Path(typer.get_app_dir("rllaunch")) / "profiles"
 
 
+def is_found(file: Path, environ: Mapping[str, str]) -> bool:
+    """Whether a profile's file lies where it is looked for without `--profile-dir`."""
+    folder = file.resolve().parent
+    return any(
+        folder == (found := each.path.resolve()) or (each.is_deep and folder.is_relative_to(found))
+        for each in _all((), environ)
+    )
+
+
 def profile_dirs(given: Sequence[Path], environ: Mapping[str, str]) -> tuple[ProfileDir, ...]:
     """The folders there are, each once.
 

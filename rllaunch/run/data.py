@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rllaunch.errors import ConfigError, DataError, RunError
+from rllaunch.errors import ConfigError, DataError, RunError, did_you_mean
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -29,7 +29,15 @@ class Prompt:
     label: str
 
 
-def load_prompts(path: str, where: str) -> list[Prompt]:
+@dataclass(frozen=True)
+class PromptFile:
+    """The prompts of a file, and what may be a slip in it."""
+
+    prompts: list[Prompt]
+    warning: str = ""
+
+
+def load_prompts(path: str, where: str) -> PromptFile:
     """The prompts of a JSONL file, in its order; blank lines are skipped.
 
     Args:
@@ -43,7 +51,7 @@ def load_prompts(path: str, where: str) -> list[Prompt]:
         raw = file.read_bytes()
     except OSError as err:
         raise DataError(f"prompt file cannot be read: {path}: {err.strerror}", where, "check the path") from None
-    prompts = []
+    prompts, unread = [], set[str]()
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -61,9 +69,15 @@ def load_prompts(path: str, where: str) -> list[Prompt]:
                 'each line is an object such as {"prompt": "12=", "label": "21"}',
             ) from None
         prompts.append(_prompt(row, number, place))
+        unread |= set(row) - {"prompt", "label"}
     if not prompts:
         raise DataError(f"prompt file has no prompts: {path}", where, 'write one {"prompt": …, "label": …} a line')
-    return prompts
+    if unread and not any(prompt.label for prompt in prompts):
+        hint = did_you_mean("label", unread)
+        near = f"; {hint.replace('did you mean', 'is it')}" if hint.startswith("did you mean") else ""
+        unread_keys = ", ".join(sorted(map(repr, unread)))
+        return PromptFile(prompts, f'no line of {path} has a "label" for the reward; not read: {unread_keys}{near}')
+    return PromptFile(prompts)
 
 
 def _prompt(row: Any, number: int, place: tuple[str, ...]) -> Prompt:
@@ -153,11 +167,13 @@ class TaskData:
 
     Args:
         vocabulary: characters of a character tokenizer, in id order; empty for a checkpoint's tokenizer.
+        warnings: what may be a slip in the prompt files.
     """
 
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     vocabulary: str
+    warnings: tuple[str, ...] = ()
 
 
 def load_task(resolved: Resolved) -> TaskData:
@@ -172,17 +188,16 @@ def load_task(resolved: Resolved) -> TaskData:
         found = resolved.origin(key)
         return f"{key}   {found.layer}: {found.source}"
 
-    prompts = load_prompts(config.task.prompt_data, origin("task.prompt_data"))
-    eval_prompts = []
-    if config.task.eval_prompt_data:
-        eval_prompts = load_prompts(config.task.eval_prompt_data, origin("task.eval_prompt_data"))
+    keys = ("task.prompt_data", "task.eval_prompt_data")
+    files = [load_prompts(path, origin(key)) if (path := resolved.value(key)) else PromptFile([]) for key in keys]
+    prompts, eval_prompts = (file.prompts for file in files)
     load_reward(config.task.reward, origin("task.reward"))
     vocabulary = config.model.vocabulary
     if vocabulary == "auto":
         vocabulary = "".join(sorted({c for p in [*prompts, *eval_prompts] for c in p.text + p.label}))
     elif vocabulary:
         _check_vocabulary(config, vocabulary, prompts, eval_prompts, origin("model.vocabulary"))
-    return TaskData(prompts, eval_prompts, vocabulary)
+    return TaskData(prompts, eval_prompts, vocabulary, tuple(file.warning for file in files if file.warning))
 
 
 def _check_vocabulary(

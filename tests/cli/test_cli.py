@@ -142,8 +142,8 @@ def test_a_launch_for_a_cluster_that_is_not_here_says_so_in_one_screen(rllaunch:
     lines = (result.out + result.err).splitlines()
     assert len(lines) <= 40
     for text in (
-        "pip install 'rllaunch[megatron]'",
-        "pip install 'rllaunch[sglang]'",
+        "`pip install -e '.[megatron]'` in the clone of rllaunch",
+        "`pip install -e '.[sglang]'` in the clone of rllaunch",
         "8 nodes × 4 GPUs",
         "start-up  engine.offload_kv → trainer.init",
     ):
@@ -183,3 +183,28 @@ def test_a_secret_in_the_configuration_is_refused_without_being_shown(rllaunch: 
     assert "error[RL338]" in result.out
     assert "  env.HF_TOKEN = …   flag: --set env.HF_TOKEN=…" in result.out
     assert "hf_do_not_print" not in result.out + result.err
+
+
+def test_every_command_takes_json():
+    import typer
+
+    from rllaunch.cli import COMMANDS, app
+
+    group = typer.main.get_command(app)
+    context = typer.Context(group)
+    lacking, seen = [], 0
+    for name in COMMANDS:
+        command = group.get_command(context, name)  # type: ignore[attr-defined]
+        leaves = getattr(command, "commands", {}) or {"": command}
+        for leaf, each in leaves.items():
+            seen += 1
+            if not any("--json" in parameter.opts for parameter in each.params):
+                lacking.append(f"{name} {leaf}".strip())
+    assert seen >= 14
+    assert lacking == []
+
+
+def test_what_new_wrote_is_told_as_json(rllaunch: Any):
+    answer = rllaunch("profiles", "new", "box", "--from", "H100", "-o", "there/box.toml", "--json").json()
+    assert answer == {"name": "box", "file": "there/box.toml"}
+    assert rllaunch("schema", "--json").json() == rllaunch("schema").json()

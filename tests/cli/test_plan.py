@@ -67,7 +67,7 @@ def test_a_launch_that_does_not_fit_exits_4_and_marks_the_first_step_that_breaks
     assert len(marked) == 1
     assert re.search(r"✗ +trainer\.offload ", marked[0])
     assert result.err == (
-        "note: prompts are not counted among a sample's tokens: set --rollout-max-context-len\n"
+        "note: prompts are not counted in samples: set --rollout-max-context-len\n"
         "hint: `rllaunch doctor` says what would free how much; "
         "`rllaunch plan --fit --num-nodes 8` looks for a layout on as many nodes or more\n"
     )
@@ -202,6 +202,22 @@ def test_where_no_layout_fits_the_exit_code_is_4_and_each_count_says_why(rllaunc
     assert rllaunch("plan", "--fit", *DSV4, "--max-nodes", "4", "--json").json()["found"] == []
 
 
+def test_node_counts_that_are_left_out_are_named(rllaunch: Any):
+    lines = rllaunch("plan", "--fit", *DSV4).out.splitlines()
+    assert [line.split(":")[0] for line in lines if " node" in line and ": " in line][-5:] == [
+        "1 node",
+        "2 to 4 nodes",
+        "5 nodes",
+        "6 nodes",
+        "7 nodes",
+    ]
+    assert "2 to 4 nodes: too few too; --json says what each lacks" in lines
+    assert (
+        "6 nodes: the trainer's state alone takes 912.5 GiB of a node's host, 14.5 GiB more than there are"
+        in "\n".join(lines)
+    )
+
+
 def test_fit_names_the_flags_of_the_best_last(rllaunch: Any):
     words = ("plan", "--fit", "--model", "qwen3-32b", "--hardware", "H100", "--recompute-granularity", "full")
     best = rllaunch(*words, "--json").json()["found"][0]
@@ -214,6 +230,17 @@ def test_a_launch_that_has_the_best_layout_needs_no_flags(rllaunch: Any):
     assert rllaunch("plan", "--fit", *SMALL).out.splitlines()[-1] == (
         "the best is the launch's own layout: no flags are needed"
     )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_tables_fit_a_narrow_terminal_with_whole_words(rllaunch: Any, monkeypatch: pytest.MonkeyPatch, width: int):
+    whole = set(rllaunch("plan", *DSV4).out.split())
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = [line.rstrip() for line in rllaunch("plan", *DSV4).out.splitlines()]
+    assert max(map(len, lines[3:])) <= width
+    # Of what else there is, one reason names a key that is half as long as the narrowest of these.
+    words = {word for line in lines[: lines.index("What else there is")] for word in line.split() if "─" not in word}
+    assert words <= whole or width == 60
 
 
 # -- drawn -----------------------------------------------------------------------------------------

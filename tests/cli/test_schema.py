@@ -37,7 +37,8 @@ def test_every_shipped_profile_fits_the_schema(validator: Any):
         ("profile", "aliases", "one"),
         ("profile", "name", ""),
         ("facts", "gpu_memroy_bytes", 1),
-        ("facts", "gpu_memory_bytes", "80 GB"),
+        ("facts", "gpu_memory_bytes", "80 gigs"),
+        ("facts", "gpu_memory_bytes", 0),
         ("facts", "gpu_memory_bytes", {"value": 1, "sorce": "s"}),
         ("facts", "gpus_per_node", 0),
         ("facts", "accelerator", "gpu"),
@@ -77,6 +78,8 @@ def test_what_resolve_prints_fits_the_schema_of_a_config_file(rllaunch: Any):
         data = tomllib.loads(rllaunch("resolve", "--all", "--model", model, "--hardware", hardware).out)
         assert [error.message for error in validator.iter_errors(data)] == []
     assert validator.is_valid({"handoff": {"offload_rollout_level": "kv_cache"}})
+    assert validator.is_valid({"handoff": {"update_weight_buffer_size": "512 MiB"}})
+    assert not validator.is_valid({"handoff": {"update_weight_buffer_size": "512 megs"}})
     assert not validator.is_valid({"trainer": {"learning_rate": 1}})
     assert not validator.is_valid({"lr": 1})
 

@@ -82,7 +82,7 @@ def test_looking_imports_neither_torch_nor_ray() -> None:
 def test_engines_that_are_not_installed() -> None:
     (finding,) = found("RL501", {"trainer.backend": "embedded"})
     assert finding.message == "the sglang engines cannot run here: sglang is not installed"
-    assert finding.fix == "pip install 'rllaunch[sglang]'"
+    assert finding.fix == "`pip install -e '.[sglang]'` in the clone of rllaunch"
     assert exit_code([finding]) == 5
 
 
@@ -90,7 +90,7 @@ def test_engines_that_are_not_installed() -> None:
 def test_a_trainer_that_is_not_installed_is_one_finding_with_all_it_lacks() -> None:
     (finding,) = found("RL501", {"rollout.backend": "embedded"})
     assert finding.message.startswith("the megatron trainer cannot run here: megatron.core is not installed")
-    assert finding.fix.startswith("pip install 'rllaunch[megatron]'")
+    assert finding.fix.startswith("`pip install -e '.[megatron]'` in the clone of rllaunch")
 
 
 def test_engines_need_a_torch_that_sees_the_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,17 +350,17 @@ def test_the_arenas_of_a_node_are_as_large_as_the_plan_says(rllaunch: Any, monke
     assert found["fresh"] == []
 
 
-# RL507
+# RL349
 
 
 def test_prompt_files_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").touch()
     there, gone = str(tmp_path / "prompts.jsonl"), str(tmp_path / "held-out.jsonl")
-    assert found("RL507", {"task.prompt_data": there}) == []
-    (finding,) = found("RL507", {"task.prompt_data": there, "task.eval_prompt_data": gone})
+    assert found("RL349", {"task.prompt_data": there}) == []
+    (finding,) = found("RL349", {"task.prompt_data": there, "task.eval_prompt_data": gone})
     assert finding.message == f"the prompt file {gone} does not exist"
     assert finding.fix == "--eval-prompt-data with a JSONL file"
-    (finding,) = found("RL507", {"task.prompt_data": str(tmp_path)})
+    (finding,) = found("RL349", {"task.prompt_data": str(tmp_path)})
     assert finding.message == f"the prompt file {tmp_path} is a directory"
 
 

@@ -79,6 +79,18 @@ def test_best_first_is_fewest_nodes_then_least_communication():
     assert [f.layout.nodes for f in found] == sorted(f.layout.nodes for f in found)
 
 
+def test_what_leaves_headroom_comes_before_what_does_not_wherever_the_optimizer_lives():
+    words = "--model glm-4.5 --hardware B200 --num-nodes 6"
+    found = answer(words).found
+    rooms = [
+        min(room for tier in ("gpu", "host") if (room := f.candidate.plan.headroom(tier)) is not None) for f in found
+    ]
+    is_tight = [room < 0.05 for room in rooms]
+    assert is_tight == sorted(is_tight)
+    diagnosed = diagnose(resolved(f"{words} {found[0].flags}"), builtin_rules(), probe=False)
+    assert [f.code for f in diagnosed if f.code == "RL203"] == []
+
+
 def test_each_smaller_count_says_what_its_nearest_layout_lacks():
     made = answer(LAUNCHES["dsv4"])
     assert made.found[0].layout.nodes == 8
@@ -86,6 +98,12 @@ def test_each_smaller_count_says_what_its_nearest_layout_lacks():
     for why in made.smaller.values():
         assert why.startswith(("exceeds the ", "the trainer's state alone takes ", "no layout divides"))
         assert "(closest: TP" in why or why == "no layout divides"
+
+
+def test_more_headroom_is_looked_for_where_more_is_asked_for():
+    words = "--model glm-4.5 --hardware B200 --num-nodes 6"
+    best = [answer(f"{words} --memory-headroom {share}").found[0].candidate.plan for share in (0.05, 0.2)]
+    assert [plan.headroom("gpu") for plan in best] == pytest.approx([0.19, 0.256], abs=0.001)
 
 
 def test_where_nothing_fits_every_count_says_why():

@@ -184,7 +184,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EnvironmentProblem) as caught:
         draw("", [FITS], tmp_path / "plan.svg")
-    assert caught.value.fix == "pip install 'rllaunch[plot]'"
+    assert caught.value.fix == "`pip install -e '.[plot]'` in the clone of rllaunch"
 
 
 def test_the_module_alone_imports_neither_matplotlib_nor_rich() -> None:

@@ -88,7 +88,7 @@ def test_targets_are_listed(guest, rllaunch):
 
 
 def test_without_a_plugin_there_is_no_target_and_a_hint_where_one_is(rllaunch):
-    hint = "plugins bring them: `pip install rllaunch-miles` brings miles\n"
+    hint = "plugins bring them: `pip install plugins/rllaunch-miles` in the clone of rllaunch brings miles\n"
     result = rllaunch("export", "--to", "miles", *LAUNCH)
     assert (result.code, result.out) == (2, "")
     assert result.err == f"error: no plugin exports to 'miles'\n  --to miles\nhint: {hint}"

@@ -170,7 +170,7 @@ MISTAKES = [
         def rllaunch_profiles():
             return [Profile("hardware", "DGX-H100", "rllaunch 0.1.0", "mine.py", {})]
         """,
-        "hardware profile name 'dgx-h100' is taken",
+        "hardware profile name 'DGX-H100' is taken as an alias of 'H100'",
     ),
     Mistake(
         "a profile with a fact without source",
@@ -301,8 +301,72 @@ def test_the_list_for_people_says_broken_and_what_to_do(guest, rllaunch):
     assert result.err == (
         "warning[RL010]: plugin guest 1.2.3 cannot be used: ModuleNotFoundError: No module named 'guest_module'\n"
         "  entry point guest_module\n"
-        "  hint: update or uninstall it, or leave it out with RLLAUNCH_DISABLE_PLUGINS=guest\n"
+        "  hint: correct it if it is yours; else update or uninstall it, or leave it out with "
+        "RLLAUNCH_DISABLE_PLUGINS=guest\n"
     )
+
+
+def test_a_broken_plugin_is_told_with_file_and_line(guest, rllaunch, tmp_path: Path):
+    guest("import json\n\ndef (:\n")
+    (finding,) = rllaunch("plugins", "--json").json()["findings"]
+    assert finding["message"] == "plugin guest 1.2.3 cannot be used: SyntaxError: invalid syntax"
+    assert finding["origins"] == ["entry point guest_module", f"{tmp_path}/site/guest_module.py:4"]
+
+
+def test_a_hook_that_raises_is_told_with_the_plugins_own_line(guest, rllaunch, tmp_path: Path):
+    guest("""
+        import json
+        @hookimpl
+        def rllaunch_rules():
+            return rules()
+
+        def rules():
+            return json.loads("{")
+    """)
+    (finding,) = rllaunch("plugins", "--json").json()["findings"]
+    assert finding["message"].startswith("plugin guest 1.2.3 failed in rllaunch_rules: JSONDecodeError: ")
+    assert finding["origins"] == ["guest_module", f"{tmp_path}/site/guest_module.py:9"]
+
+
+def test_a_profile_that_a_broken_plugin_would_bring_is_missed_with_the_reason(guest, rllaunch, tmp_path: Path):
+    guest("def (:\n")
+    result = rllaunch("doctor", "--model", "tiny", "--hardware", "guest-H200", "--no-probe")
+    assert result.code == 3
+    assert result.err.startswith(
+        "error: unknown hardware profile 'guest-H200'\n"
+        "  --hardware guest-H200\n"
+        "  plugin guest 1.2.3 cannot be used: SyntaxError: invalid syntax   "
+        f"{tmp_path}/site/guest_module.py:2\n"
+    )
+
+
+def test_what_a_plugin_prints_is_no_data(guest, rllaunch):
+    guest("""
+        print("loaded")
+        @hookimpl
+        def rllaunch_rules():
+            print("asked")
+            return []
+    """)
+    result = rllaunch("doctor", *LAUNCH, "--no-probe", "--json")
+    assert result.json()["ok"] is True
+    assert result.err == "loaded\nasked\n"
+
+
+def test_an_unknown_fact_of_a_plugins_profile_is_listed(guest, rllaunch):
+    guest("""
+        from rllaunch.resolve.profiles import Profile, Value
+        @hookimpl
+        def rllaunch_profiles():
+            return [Profile("hardware", "mine", "", "mine.py", {"hardware.nics": Value(4, "mine.py:3", "label")})]
+    """)
+    answer = rllaunch("plugins", "--json").json()
+    (finding,) = answer["findings"]
+    assert finding["message"] == (
+        "hardware profile 'mine' of plugin guest 1.2.3 cannot be used: unknown key 'nics' in [hardware]"
+    )
+    assert finding["origins"] == ["hardware.nics = 4   mine.py:3"]
+    assert next(row["error"] for row in answer["plugins"] if row["name"] == "guest")
 
 
 def test_a_profile_whose_name_is_taken_names_both_plugins(guest, rllaunch):

@@ -97,6 +97,25 @@ def test_flags_choose_what_the_names_do_not_say(rllaunch: Any, tmp_path: Path):
     assert tested.returncode == 0, tested.stdout
 
 
+def test_its_profile_says_what_is_still_to_be_filled_in(rllaunch: Any):
+    rllaunch("plugins", "new", "rllaunch-acme")
+    result = rllaunch("profiles", "check", "rllaunch-acme/rllaunch_acme/profiles/acme-H200.toml")
+    assert result.code == EXIT_CONFIG
+    assert "error[RL605]: the source of 1 fact is still to be filled in\n" in result.out
+
+
+def test_what_is_said_to_be_typed_fits_the_machine_and_names_what_comes_first(rllaunch: Any, tmp_path: Path):
+    made = rllaunch("plugins", "new", "rllaunch-acme")
+    assert (
+        made.err
+        == "hint: where rllaunch is installed: pip install -e 'rllaunch-acme[test]', then pytest rllaunch-acme\n"
+    )
+    readme = (tmp_path / "rllaunch-acme/README.md").read_text(encoding="utf-8")
+    command = next(line for line in readme.splitlines() if line.startswith("rllaunch plan "))
+    directory = "rllaunch-acme/rllaunch_acme/profiles"
+    assert rllaunch(*command.split()[1:], "--profile-dir", directory).code == 0
+
+
 def test_nothing_is_overwritten(rllaunch: Any, tmp_path: Path):
     (tmp_path / "rllaunch-acme").mkdir()
     assert rllaunch("plugins", "new", "rllaunch-acme").code == 0  # an empty directory is a place like any
@@ -149,7 +168,7 @@ def test_the_first_code_that_nobody_has_is_taken(guest, rllaunch: Any):
         (("Acme",), EXIT_USAGE, "error: 'Acme' cannot be the name of a plugin\n"),
         (("acme/../x",), EXIT_USAGE, "error: 'acme/../x' cannot be the name of a plugin\n"),
         (("rllaunch",), EXIT_USAGE, "error: 'rllaunch' cannot be the name of a plugin\n"),
-        (("acme", "--extends", "H2000"), EXIT_CONFIG, "error: unknown hardware profile 'H2000'\n  --extends\nhint: did you mean 'H200'?\n"),
+        (("acme", "--extends", "H2000"), EXIT_CONFIG, "error: unknown hardware profile 'H2000'\n  --extends\nhint: did you mean 'H200'?; a file of yours is found in ./profiles or with --profile-dir DIR\n"),
         (("acme", "--profile", "h100"), EXIT_USAGE, "error: hardware profile 'h100' is taken by rllaunch "),
         (("acme", "--profile", "../x"), EXIT_USAGE, "error: '../x' cannot be the name of a profile\n"),
         (("acme", "--rule", "RL301"), EXIT_USAGE, "error: 'RL301' is no code of a plugin's rule\n"),

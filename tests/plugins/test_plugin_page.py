@@ -68,6 +68,14 @@ def test_the_package_with_a_toml_file_works(acme):
     assert resolved.config.handoff.colocate_memory_peak_device == "gpu"
 
 
+def test_the_doctor_has_nothing_against_the_launch_that_the_page_shows(acme, rllaunch):
+    acme("A hardware profile of your own")
+    text = PAGE.read_text(encoding="utf-8").split("\n## A hardware profile of your own")[1]
+    command = next(line for line in text.splitlines() if line.startswith("rllaunch doctor "))
+    result = rllaunch(*command.split()[1:], "--profile-dir", "rllaunch_acme/profiles", "--json")
+    assert result.json() == {"ok": True, "findings": []}
+
+
 def test_the_package_with_hooks_works(acme):
     module, names = acme("The same in Python")
     assert names == ["rllaunch_acme/__init__.py"]

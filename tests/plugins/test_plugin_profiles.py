@@ -9,7 +9,7 @@ import pytest
 
 from rllaunch.errors import ConfigError
 from rllaunch.plugins import load_plugins
-from rllaunch.resolve.profiles import Profile, ProfileStore, Value, parse_profile
+from rllaunch.resolve.profiles import Profile, ProfileStore, Value, read_profile
 
 PLUGIN = "guest 1.2.3"
 GOOD = """\
@@ -40,7 +40,11 @@ CELL = '[profile]\nkind = "cell"\nname = "{name}"\nmodel = "{model}"\nhardware =
 
 
 def parse(text: str, directory: Path | None = None, place: str = "mine.toml") -> Profile:
-    return parse_profile(text, place, PLUGIN, directory)
+    profile, mistakes = read_profile(text, place, PLUGIN, directory)
+    for mistake in mistakes:
+        raise mistake
+    assert profile is not None
+    return profile
 
 
 def stored(*texts: str) -> ProfileStore:
@@ -121,11 +125,11 @@ REFUSED = [
 def test_what_a_profile_gets_wrong_is_named_with_its_line(old: str, new: str, line: int | None, what: str, hint: str):
     assert old in GOOD
     text = GOOD.replace(old, new, 1)
-    with pytest.raises(ConfigError) as raised:
-        parse(text)
-    assert what in raised.value.what
-    assert hint in raised.value.fix
-    assert raised.value.where == ((f"mine.toml:{line}" if line else "mine.toml") + " (guest 1.2.3)",)
+    mistakes = read_profile(text, "mine.toml", PLUGIN)[1]
+    assert what in " ".join(mistake.what for mistake in mistakes)
+    told = next(mistake for mistake in mistakes if what in mistake.what)
+    assert hint in told.fix
+    assert told.where == ((f"mine.toml:{line}" if line else "mine.toml") + " (guest 1.2.3)",)
 
 
 @pytest.mark.parametrize("kind", ["task", "cell"])
@@ -206,8 +210,16 @@ def test_the_first_of_two_profiles_with_a_name_stays():
     store = stored(GOOD, hardware("MY-BOX", more="aliases = ['other']\n"), hardware("other"))
     assert [p.name for p in store.profiles] == ["mine", "other"]
     (problem,) = store.problems
-    assert problem.what == "hardware profile name 'my-box' is taken"
+    assert problem.what == "hardware profile name 'MY-BOX' is taken as an alias of 'mine'"
     assert problem.where == ("1.toml (guest 1.2.3)", "already: 0.toml (guest 1.2.3)")
+
+
+def test_an_alias_that_is_taken_names_the_profile_that_is_left_out():
+    store = stored(GOOD, hardware("big", more="aliases = ['MY-box']\n"))
+    assert [p.name for p in store.profiles] == ["mine"]
+    (problem,) = store.problems
+    assert problem.what == "hardware profile 'big' is left out: its alias 'MY-box' is taken by 'mine'"
+    assert problem.fix == "take 'MY-box' out of its aliases, or uninstall one of the two plugins"
 
 
 def test_profiles_of_different_kinds_may_share_a_name():
@@ -219,7 +231,7 @@ def test_profiles_of_different_kinds_may_share_a_name():
 def test_a_second_cell_for_a_pair_is_a_problem():
     store = stored(CELL.format(name="one", model="m", hardware="h"), CELL.format(name="two", model="M", hardware="h"))
     (problem,) = store.problems
-    assert problem.what == "cell profile of (M, h) is taken"
+    assert problem.what == "cell profile 'two' is left out: (M, h) is that of 'one'"
     assert store.cell("m", "H") is store.profiles[0]
 
 

@@ -62,8 +62,12 @@ def test_a_new_profile_that_extends_another_is_in_order_at_once(rllaunch: Any, t
     assert (made.code, made.out) == (0, "profiles/my-h100.toml\n")
     assert made.err == "fill it in, then: rllaunch profiles check profiles/my-h100.toml\n"
     result = rllaunch("profiles", "check", "my-h100")
-    assert (result.code, result.out) == (0, "")
-    assert result.err.startswith("hardware my-h100 (profiles/my-h100.toml (./profiles)): in order\n")
+    assert result.code == 0
+    assert result.out.startswith(
+        "warning[RL605]: the source in [profile] is still to be filled in; no fact refers to it\n"
+        '  profile.source = "TODO: where the numbers below are from"   my-h100 (./profiles) profiles/my-h100.toml\n'
+    )
+    assert result.err.startswith("hardware my-h100 (profiles/my-h100.toml (./profiles)): in order")
     assert "on 1 × 8 my-h100" in rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "my-h100").out
 
 
@@ -96,11 +100,49 @@ def test_facts_on_the_command_line_make_a_whole_profile(rllaunch: Any, tmp_path:
     assert "error[RL605]: the source of 2 facts is still to be filled in\n" in result.out
 
 
+def test_sizes_on_the_command_line_have_units_and_are_written_as_bytes(rllaunch: Any, tmp_path: Path):
+    sizes = {"gpu_memory_bytes": "180GiB", "host_memory_bytes": "1.5 TB", "host_link_bytes_per_second": "55.3GB/s"}
+    words = [word for key, size in sizes.items() for word in ("--fact", f"{key}={size}")]
+    assert rllaunch("profiles", "new", "box", "--from", "B200", *words, "--source", "s", "-o", "box.toml").code == 0
+    text = (tmp_path / "box.toml").read_text()
+    assert "\ngpu_memory_bytes = 193273528320  # 180.0 GiB\n" in text
+    assert "\nhost_memory_bytes = 1500000000000  # 1.4 TiB\n" in text
+    assert "\nhost_link_bytes_per_second = 55.3e9\n" in text
+    assert rllaunch("profiles", "check", "box.toml").code == 0
+
+
+def test_sizes_in_a_file_have_units_too(rllaunch: Any, checked: Checker):
+    units = (("48305799168", '"44.98 GiB"'), ("540092137472", '{ value = "503 GiB", source = "cgroup" }'))
+    assert checked(*units, ("26.2e9", '"26.2 GB/s"'), code=0) == []
+    words = ("--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
+    answer = rllaunch("resolve", "--json", *words, "--update-weight-buffer-size", "64 MiB").json()
+    assert answer["config"]["hardware"]["host_memory_bytes"] == 503 * 2**30
+    assert answer["config"]["hardware"]["host_link_bytes_per_second"] == 26.2e9
+    assert answer["origins"]["hardware.host_memory_bytes"][-1]["value"] == 503 * 2**30
+    assert answer["origins"]["handoff.update_weight_buffer_size"][-1]["value"] == 64 * 2**20
+
+
 def test_a_file_that_is_found_already_is_written_anew_with_force_only(rllaunch: Any, tmp_path: Path):
     (tmp_path / "profiles").mkdir()
     words = ("profiles", "new", "box", "--from", "H100")
-    assert [rllaunch(*words, *more).code for more in ((), (), ("--force",))] == [0, 3, 0]
-    assert rllaunch(*words, "--force", "-o", "other.toml").code == 3
+    assert rllaunch(*words).code == 0
+    again = rllaunch(*words)
+    assert (again.code, again.err) == (
+        3,
+        "error: the file is there already: profiles/box.toml\nhint: --force overwrites it; or name another file\n",
+    )
+    assert rllaunch(*words, "--force").code == 0
+    elsewhere = rllaunch(*words, "--force", "-o", "other.toml")
+    assert elsewhere.code == 3
+    assert "hint: another name; `--from box` extends it; `-o profiles/box.toml --force` writes that" in elsewhere.err
+
+
+def test_the_words_by_which_a_base_is_known_are_not_offered_for_the_new_one(rllaunch: Any, tmp_path: Path):
+    rllaunch("profiles", "new", "box", "--from", "B200", "--source", "s", "-o", "box.toml")
+    text = (tmp_path / "box.toml").read_text().replace("\n# gpu_names =", "\ngpu_names =")
+    (tmp_path / "box.toml").write_text(text)
+    assert "# B200 is taken for NVIDIA B200: those words here too, and neither would be." in text
+    assert rllaunch("profiles", "check", "box.toml").out == ""
 
 
 def test_the_editors_schema_lies_beside_and_fits(rllaunch: Any, tmp_path: Path):
@@ -123,8 +165,10 @@ def test_without_a_folder_here_it_goes_where_profiles_are_found_from_anywhere(rl
     [
         (("h100",), 3, "error: hardware profile name 'h100' is taken\n  hardware/H100.toml (rllaunch "),
         (("box", "--from", "H10"), 3, "error: unknown hardware profile 'H10'\n  --from H10\nhint: did you mean 'H100'"),
-        (("box", "--fact", "gpu_memroy_bytes=1"), 2, "hint: did you mean 'gpu_memory_bytes'?\n"),
+        (("box", "--fact", "gpu_memroy_bytes=1"), 3, "hint: did you mean 'gpu_memory_bytes'?\n"),
         (("box", "--fact", "gpus_per_node"), 2, "error: --fact 'gpus_per_node' is not KEY=VALUE\n"),
+        (("box", "--fact", "gpu_memory_bytes=180gigs"), 3, "error: hardware.gpu_memory_bytes cannot be '180gigs': "),
+        (("box", "--fact", "gpus_per_node=four"), 3, "error: hardware.gpus_per_node cannot be 'four': input should be"),
         (("box", "-o", "box.json"), 2, "error: a profile's file ends in .toml: box.json\n"),
         (("a b",), 2, "error: 'a b' cannot be a profile's name\n"),
         (("box", "-o", "here.toml/box.toml"), 3, "error: cannot write here.toml/box.toml: "),
@@ -144,6 +188,16 @@ def test_what_cannot_be_written_is_one_error_and_no_file(
 
 
 # -- check -----------------------------------------------------------------------------------------
+
+
+def test_a_profile_that_is_in_order_is_one_line_and_not_blamed_for_large_models(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(GOOD, encoding="utf-8")
+    result = rllaunch("profiles", "check", "mine.toml", "tiny")
+    assert result.err.splitlines() == [
+        "hardware mine (mine.toml (given file)): in order; tried and planned: qwen3-0.6b as it is; "
+        "glm-4.7-flash, nemotron-3-nano-30b-a3b with more nodes or a layout of its own",
+        "model tiny (models/tiny.toml (rllaunch 0.1.0)): in order; tried and planned: H100, GB300, MI300X as it is",
+    ]
 
 
 def test_every_shipped_profile_is_in_order(rllaunch: Any):
@@ -180,7 +234,20 @@ FACTS = [
     ('accelerator = "cuda"', 'accelerator = "cpu"', "RL603", "a machine without GPUs has facts about them"),
     ('"its label"', '"TODO"', "RL605", "the source of 6 facts is still to be filled in"),
     ("gpu_memory_bytes", "gpu_memroy_bytes", "RL601", "unknown key 'gpu_memroy_bytes' in [hardware]"),
-    ("48305799168", '"48 GB"', "RL601", 'hardware.gpu_memory_bytes cannot be "48 GB": input should be a valid integer'),
+    (
+        "48305799168",
+        '"48 gigs"',
+        "RL601",
+        "hardware.gpu_memory_bytes cannot be \"48 gigs\": 'gigs' is no unit of bytes",
+    ),
+    ("48305799168", '"48"', "RL601", 'hardware.gpu_memory_bytes is a number, not "48"'),
+    ("48305799168", '"4 TiB"', "RL604", "gpu_memory_bytes is in bytes, and 4,398,046,511,104 cannot be: a L40S has"),
+    (
+        "864e9",
+        '"864 GB"',
+        "RL601",
+        "hardware.hbm_bytes_per_second cannot be \"864 GB\": 'GB' is no unit of bytes a second",
+    ),
     ("gpus_per_node = 4", 'gpus_per_node = "4"', "RL601", 'hardware.gpus_per_node is a number, not "4"'),
     ("gpus_per_node = 4", "gpus_per_node = true", "RL601", "hardware.gpus_per_node is a number, not true"),
     ("[choices.handoff]", "[choices.handof]", "RL601", "unknown section [handof]"),
@@ -189,7 +256,7 @@ FACTS = [
     ('source = "its label"', 'source = "s"\nextends = "mine"', "RL602", "profile 'mine' extends itself"),
     ('device = "gpu"', 'device = "gpu"\noffload_train = false', "RL608", "RL301: "),
     ('kind = "hardware"', 'kind = "hardwear"', "RL600", "profile kind 'hardwear' is none of"),
-    ('name = "mine"', 'name = "H100"', "RL600", "hardware profile name 'h100' is taken"),
+    ('name = "mine"', 'name = "H100"', "RL600", "hardware profile name 'H100' is taken"),
     ("gpus_per_node = 4", "gpus_per_node = ", "RL600", "malformed TOML: Invalid value"),
 ]
 
@@ -233,6 +300,65 @@ def test_hbm_is_not_counted_as_host_memory_where_the_two_are_coherent(rllaunch: 
     )
 
 
+def test_the_gpu_that_a_base_names_is_told_from_the_profiles_own(rllaunch: Any, tmp_path: Path):
+    words = ("profiles", "new", "ws", "--from", "RTX-4090", "--fact", "gpu_memory_bytes=34190917632", "--source", "smi")
+    rllaunch(*words, "-o", "ws.toml")
+    result = rllaunch("profiles", "check", "ws.toml")
+    assert result.code == 3
+    assert (
+        "error[RL604]: gpu_memory_bytes is in bytes, and 34,190,917,632 cannot be: a RTX 4090 has 24 or" in result.out
+    )
+    hint = 'hint: if this is another GPU than RTX-4090\'s, say so: gpu_names = ["…"] under [detect]\n'
+    assert hint in result.out
+    text = (tmp_path / "ws.toml").read_text()
+    named = text[: text.rindex("# gpu_names")] + 'gpu_names = ["NVIDIA GeForce RTX 5090"]\n'
+    (tmp_path / "ws.toml").write_text(named)
+    assert rllaunch("profiles", "check", "ws.toml").code == 0
+
+
+def test_a_bases_speed_beside_another_link_is_remarked_on(rllaunch: Any, tmp_path: Path):
+    words = ("profiles", "new", "box", "--from", "H100", "--source", "lspci", "-o", "box.toml", "--force", "--fact")
+    rllaunch(*words, "host_link=PCIe Gen4 x16", "--fact", "host_link_bytes_per_second=26.2e9")
+    assert rllaunch("profiles", "check", "box.toml").out == ""
+    rllaunch(*words, "host_link=PCIe Gen5 x16")
+    assert rllaunch("profiles", "check", "box.toml").out == ""
+    rllaunch(*words, "host_link=PCIe Gen6 x16")
+    result = rllaunch("profiles", "check", "box.toml")
+    assert result.code == 0
+    assert "warning[RL604]: the link's speed is still that of H100, whose link is PCIe Gen5 x16\n" in result.out
+    assert ", or 100.4e9 (not measured: 83% of the 121.0 GB/s that PCIe Gen6 x16 carries)\n" in result.out
+
+
+def test_a_link_without_a_speed_gives_the_plan_what_it_carries(rllaunch: Any, checked: Checker):
+    speed = 'host_link_bytes_per_second = { value = 26.2e9, source = "measured 2026-11-29, pinned memory" }\n'
+    said = "not measured: 83% of the 63.0 GB/s that PCIe Gen5 x16 carries"
+    [(code, text)] = checked((speed, ""), ("Gen4", "Gen5"), code=0)
+    assert (code, text) == (
+        "RL603",
+        f"host_link_bytes_per_second is not stated: the seconds of a plan are those of 52.3 GB/s, {said}",
+    )
+    plan = rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
+    assert f"\n  host link 52.3 GB/s ({said})\n" in plan.out
+    assert "no link" not in plan.err
+    link = rllaunch("plan", "--json", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".").json()[
+        "link"
+    ]
+    assert link == {"bytes_per_second": 52.3e9, "source": said, "measured": False}
+    checked((speed, ""), ('"PCIe Gen4 x16"', '"a cable"'), code=0)
+    plan = rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "mine", "--profile-dir", ".")
+    assert "note: the profile states no link to the host that is known; the seconds are of PCIe Gen4\n" in plan.err
+
+
+def test_a_fact_that_no_key_takes_is_to_be_a_comment(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "mine.toml").write_text(
+        GOOD.replace("host_link =", 'nics = "4 x 400 Gb/s"\nhost_link ='), encoding="utf-8"
+    )
+    result = rllaunch("profiles", "check", "mine.toml")
+    assert "hint: write what no key takes as a comment; known keys: " in result.out
+    rllaunch("profiles", "new", "box", "-o", "box.toml")
+    assert "# What no key takes (NICs, CPUs, disks) stands as a comment" in (tmp_path / "box.toml").read_text()
+
+
 def test_a_finding_names_file_and_line_and_what_was_probably_meant(rllaunch: Any, tmp_path: Path):
     (tmp_path / "mine.toml").write_text(GOOD.replace("540092137472", "527433728"), encoding="utf-8")
     result = rllaunch("profiles", "check", "mine.toml")
@@ -249,7 +375,10 @@ def test_what_is_no_profile_is_told_in_one_error(rllaunch: Any, tmp_path: Path):
     assert result.code == 3
     assert "error[RL600]: profile does not exist: nowhere.toml\n" in result.out
     result = rllaunch("profiles", "check", "H10O")
-    assert (result.code, result.err) == (3, "error: unknown profile 'H10O'\nhint: did you mean 'H100'?\n")
+    assert (result.code, result.err) == (
+        3,
+        "error: unknown profile 'H10O'\nhint: did you mean 'H100'?; a file of yours is found in ./profiles or with --profile-dir DIR\n",
+    )
     assert rllaunch("profiles", "check").code == 2
     assert rllaunch("profiles", "check", "H100", "--all").code == 2
     (tmp_path / "profiles").mkdir()
@@ -259,6 +388,52 @@ def test_what_is_no_profile_is_told_in_one_error(rllaunch: Any, tmp_path: Path):
     assert result.out.startswith(
         "error[RL600]: unknown key 'sorce' in [profile]\n  profiles/mine.toml:6 (./profiles)\n"
     )
+
+
+SIX_MISTAKES = """\
+[profile]
+kind = "hardware"
+name = "six"
+fo = 1
+aliases = "one"
+
+[facts]
+accelerator = "cuda"
+gpus_per_node = { value = 72, source = "a" }
+gpu_memory_bytes = { value = "80 gigs", source = "a" }
+host_memory_byte = { value = 1, source = "a" }
+
+[choices]
+lr = 1
+
+[detect]
+gpu_name = ["x"]
+"""
+
+
+@pytest.mark.parametrize("word", ["profiles/six.toml", "six"])
+def test_every_mistake_of_a_file_is_told_at_once(rllaunch: Any, tmp_path: Path, word: str):
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles/six.toml").write_text(SIX_MISTAKES, encoding="utf-8")
+    findings = rllaunch("profiles", "check", word, "--json").json()["findings"]
+    assert [(f["code"], f["message"]) for f in findings if f["level"] == "error"] == [
+        ("RL600", "unknown key 'fo' in [profile]"),
+        ("RL600", "'aliases' in [profile] is a list of texts, not 'one'"),
+        ("RL600", "fact 'accelerator' has no source"),
+        ("RL600", "choice 'lr' stands outside a section"),
+        ("RL600", "unknown key 'gpu_name' in [detect]"),
+        ("RL601", "unknown key 'host_memory_byte' in [hardware]"),
+        (
+            "RL601",
+            "hardware.gpu_memory_bytes cannot be \"80 gigs\": 'gigs' is no unit of bytes: KiB, MiB, GiB, TiB "
+            "(powers of 1024) or kB, MB, GB, TB (of 1000)",
+        ),
+        ("RL604", "72 GPUs in one node: a node is what one operating system runs"),
+    ]
+    launch = rllaunch("doctor", "--no-probe", "--model", "qwen3-0.6b", "--hardware", "six")
+    assert launch.code == 3
+    for line, what in ((4, "unknown key 'fo' in [profile]"), (17, "unknown key 'gpu_name' in [detect]")):
+        assert f"  profiles/six.toml:{line} (./profiles): {what}\n" in launch.err
 
 
 def test_other_kinds_are_checked_too(rllaunch: Any, tmp_path: Path):

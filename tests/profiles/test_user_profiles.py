@@ -159,3 +159,22 @@ def test_a_broken_file_is_named_where_its_profile_is_asked_for(rllaunch: Any, tm
     assert result.code == 3
     assert "  profiles/mine.toml:4 (./profiles): unknown key 'sorce' in [profile]\n" in result.err
     assert rllaunch("plan", "--model", "qwen3-0.6b", "--hardware", "H100").code == 0
+
+
+def test_a_file_in_place_of_a_name_is_told_how_it_is_found(rllaunch: Any, tmp_path: Path):
+    made = rllaunch("profiles", "new", "ws2", "--from", "H100", "-o", "elsewhere/ws2.toml")
+    assert made.err.splitlines()[1:] == [
+        "note: --hardware finds it with --profile-dir elsewhere, or once it lies in ./profiles"
+    ]
+    plan = ("plan", "--model", "qwen3-0.6b", "--hardware")
+    result = rllaunch(*plan, "elsewhere/ws2.toml")
+    assert (result.code, result.err) == (
+        3,
+        "error: a file is no name of a hardware profile: elsewhere/ws2.toml\n"
+        "  --hardware elsewhere/ws2.toml\n"
+        "hint: a profile goes by its name, which its file gives: --hardware ws2 --profile-dir elsewhere\n",
+    )
+    assert "a file of yours is found in ./profiles or with --profile-dir DIR\n" in rllaunch(*plan, "ws2").err
+    assert rllaunch(*plan, "ws2", "--profile-dir", "elsewhere").code == 0
+    (tmp_path / "profiles").mkdir()
+    assert len(rllaunch("profiles", "new", "ws3", "--from", "H100").err.splitlines()) == 1

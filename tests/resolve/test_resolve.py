@@ -186,9 +186,9 @@ def test_every_key_says_what_it_means():
 
 MISTAKES = [
     (("--model", "dsv5", "--hardware", "GB300"), 3,
-     "error: unknown model profile 'dsv5'\n  --model dsv5\nhint: did you mean 'dsv4'?\n"),
+     "error: unknown model profile 'dsv5'\n  --model dsv5\nhint: did you mean 'dsv4'?; a file of yours is found in ./profiles or with --profile-dir DIR\n"),
     (("--model", "tiny", "--hardware", "GB30"), 3,
-     "error: unknown hardware profile 'GB30'\n  --hardware GB30\nhint: did you mean 'GB300'?\n"),
+     "error: unknown hardware profile 'GB30'\n  --hardware GB30\nhint: did you mean 'GB300'?; a file of yours is found in ./profiles or with --profile-dir DIR\n"),
     ((*TINY, "--rollout-batch-sise", "3"), 2,
      "error: unknown flag --rollout-batch-sise\nhint: did you mean '--rollout-batch-size'?\n"),
     ((*TINY, "--set", "rollout.rollout_batchsize=3"), 3,
@@ -273,7 +273,7 @@ def test_a_key_outside_its_section_is_sent_home(rllaunch: Any, tmp_path: Path):
 def test_explain_knows_bare_keys_and_refuses_unknown_ones(rllaunch: Any):
     assert rllaunch("explain", "offload-train", *TINY).out.startswith("handoff.offload_train = true")
     result = rllaunch("explain", "offlod_train", *TINY)
-    assert result.code == 2
+    assert result.code == 3
     assert "did you mean" in result.err
 
 
@@ -299,3 +299,11 @@ def test_own_prompts_and_reward_replace_the_profiles_task(rllaunch: Any):
     config = rllaunch("resolve", *TINY, "--data", "p.jsonl", "--json").json()["config"]
     assert config["task"]["eval_prompt_data"] == "", "held-out prompts of another task say nothing about one's own"
     assert config["task"]["reward"] == "rllaunch_profiles.rewards:digits_in_place"
+
+
+def test_every_unknown_key_is_told_at_once(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "a.toml").write_text("[trainer]\nlearning_rate = 1\n[handof]\ncolocate = true\n")
+    result = rllaunch("resolve", "--model", "tiny", "--hardware", "cpu", "--config", "a.toml")
+    assert (result.code, result.err.splitlines()[0]) == (3, "error: 2 keys cannot be set")
+    assert "  unknown key 'learning_rate' in [trainer]   a.toml:2   " in result.err
+    assert "  unknown section [handof]   a.toml:4   did you mean 'handoff'?\n" in result.err

@@ -46,12 +46,26 @@ def test_a_broken_line_is_named_before_ray_starts(rllaunch: Any, tmp_path: Path,
     assert not (tmp_path / "run").exists(), "nothing is written for a run that cannot start"
 
 
+def test_a_label_by_another_name_is_warned_of(rllaunch: Any, tmp_path: Path):
+    write(tmp_path, '{"prompt": "1", "labl": "3"}\n{"prompt": "2", "labl": "3"}\n')
+    words = ("--data", "p.jsonl", "--reward", "mine:score", "--dry-run", "--json")
+    told = "no line of p.jsonl has a \"label\" for the reward; not read: 'labl'"
+    findings = rllaunch(*TINY, *words).json()["findings"]
+    assert [(f["code"], f["level"], f["message"]) for f in findings] == [("RL340", "warning", f"{told}; is it 'labl'?")]
+    write(tmp_path, '{"prompt": "1", "label": "3", "labl": ""}\n{"prompt": "2", "note": "x"}\n')
+    assert rllaunch(*TINY, *words).json()["findings"] == []
+    write(tmp_path, '{"prompt": "1"}\n')
+    assert rllaunch(*TINY, *words).json()["findings"] == []
+
+
 def test_a_missing_prompt_file_is_a_finding(rllaunch: Any, tmp_path: Path):
     write(tmp_path, GOOD)
     result = rllaunch(*TINY, "--data", "q.jsonl", "--reward", "mine:score")
-    assert result.code == 5
+    assert result.code == 3
+    assert "schedule" not in result.out
+    assert result.err == "tiny on cpu: 1 error, nothing was started\n"
     assert result.out.startswith(
-        'error[RL507]: the prompt file q.jsonl does not exist\n  task.prompt_data = "q.jsonl"   flag: --data q.jsonl'
+        'error[RL349]: the prompt file q.jsonl does not exist\n  task.prompt_data = "q.jsonl"   flag: --data q.jsonl'
     )
 
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.packages import built_for, torch_version_file
+from rllaunch.installing import extra
 from rllaunch.resolve.origins import Resolved
 
 
@@ -48,12 +49,12 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
                 resolved,
                 f"the megatron trainer cannot run here: {' and '.join(missing)}",
                 ["trainer.backend"],
-                "pip install 'rllaunch[megatron]'" + (f" and {torch_fix}" if lacks else ""),
+                extra("megatron") + (f" and {torch_fix}" if lacks else ""),
             )
     if config.rollout.backend != "sglang":
         return
     if not is_installed("sglang"):
-        text, fix = "sglang is not installed", "pip install 'rllaunch[sglang]'"
+        text, fix = "sglang is not installed", extra("sglang")
     elif lacks and config.trainer.backend != "megatron" and config.hardware.accelerator != "cpu":
         text, fix = lacks, torch_fix
     else:

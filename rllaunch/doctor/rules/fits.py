@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.plan.advice import FRACTION, Advice, advise, fullest_with_kv, safe_fraction, told, usable_memory
-from rllaunch.plan.choose import OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
+from rllaunch.plan.choose import OPTIMIZER, ORDER, TIGHT, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
 from rllaunch.plan.forecast import PlannedStep, forecast, name_of
 from rllaunch.plan.handoff import Tier, update_rewrites_all
 from rllaunch.resolve.origins import Resolved
@@ -14,7 +14,6 @@ from rllaunch.units import gib
 
 # Ray ends workers at this share of the node's memory unless RAY_memory_usage_threshold says otherwise.
 RAY_THRESHOLD = 0.95
-TIGHT = 0.05
 _LIMIT_KEYS: Mapping[Tier, str] = {"gpu": "hardware.gpu_memory_bytes", "host": "hardware.host_memory_bytes"}
 
 

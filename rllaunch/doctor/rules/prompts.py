@@ -20,10 +20,11 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
 
 
 RULE = Rule(
-    code="RL507",
+    code="RL349",
     name="the prompt files exist",
     reason="a typo in a path should not cost a bring-up (NVIDIA-NeMo/RL#2783)",
     check=_check,
+    # A path of the configuration's, so its exit code; looked for where the run would be only.
     probes=True,
 )
 RULES = (RULE,)
