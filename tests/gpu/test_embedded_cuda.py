@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rig import Rig, make_context
 
 from rllaunch.plan.handoff import HandoffOptions
 from rllaunch.plan.memory import Ledger
+from rllaunch.run.rehearsal import shrink
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -31,9 +33,11 @@ LARGE = {
 }  # fmt: skip
 
 
-def lived(options: HandoffOptions, directory: Path, device: str) -> tuple[list[dict[str, float]], str]:
+def lived(
+    options: HandoffOptions, directory: Path, device: str, architecture: dict[str, Any] | None = None
+) -> tuple[list[dict[str, float]], str]:
     """Start-up and two cycles with the books held against the plan; metrics and the weights' checksum."""
-    rig = Rig(make_context("grpo", options), directory, device)
+    rig = Rig(make_context("grpo", options, architecture=architecture), directory, device)
     plan = Ledger(rig.schedule, rig.sizes)
     for phase, step, reading in rig.run():
         planned = plan.apply(phase, step)
@@ -48,6 +52,17 @@ def test_every_order_books_what_was_planned_and_gives_the_same_weights(shm: Path
     on_cpu, _ = lived(OPTIONS[0], shm / "cpu", "cpu")
     for figures, expected in zip(made[0][0], on_cpu, strict=True):
         assert figures["loss"] == pytest.approx(expected["loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=lambda o: f"{o.order} {o.buffers}")
+def test_deepseek_v4_in_small_lives_through_every_order(shm: Path, options: HandoffOptions):
+    facts = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "num_hash_layers": 2}
+    small = shrink({**facts, "compress_ratios": [0, 4, 128, 4]}, 13)
+    metrics, checksum = lived(options, shm / "cuda", "cuda", architecture=small)
+    on_cpu, _ = lived(options, shm / "cpu", "cpu", architecture=small)
+    assert checksum
+    for figures, expected in zip(metrics, on_cpu, strict=True):
+        assert figures["loss"] == pytest.approx(expected["loss"], abs=1e-2)
 
 
 @pytest.mark.parametrize("buffers", ["retained", "shared"])

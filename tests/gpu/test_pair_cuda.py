@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import finish
+from launching import Run, finish
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -31,15 +31,19 @@ LAUNCH = (
 EXTRA = [w for option in os.environ.get("GPU_TEST_SGLANG", "").split() for w in ("--set", f"sglang.{option}")]
 
 
+def launched(directory: Path, *words: str) -> Run:
+    command = [sys.executable, "-m", "rllaunch", "train", *LAUNCH, *EXTRA, *words, "--run-dir", "run"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory)
+    return finish(process, directory / "run", timeout=400)
+
+
 @pytest.mark.parametrize(
     ("order", "weights", "buffers"),
     [("cpu", "discard", "retained"), ("gpu", "mirror", "shared"), ("gpu", "mirror", "fresh")],
 )
 def test_a_run_of_the_pair(order: str, weights: str, buffers: str, tmp_path: Path):
     words = ("--colocate-memory-peak-device", order, "--engine-weights", weights, "--offload-train-buffers", buffers)
-    command = [sys.executable, "-m", "rllaunch", "train", *LAUNCH, *words, *EXTRA, "--run-dir", "run"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    run = finish(process, tmp_path / "run", timeout=400)
+    run = launched(tmp_path, *words)
     # The engines' weights were overwritten before the first update: it went through only if they are the checkpoint's.
     assert run.code == 0, run.err
     assert len(run.metrics) == 3
@@ -56,3 +60,16 @@ def test_a_run_of_the_pair(order: str, weights: str, buffers: str, tmp_path: Pat
     for tier in ("gpu", "host"):
         for event in last.values():
             assert event[f"{tier}_bytes"] < 1.5 * event[f"planned_{tier}_bytes"], event["step"]
+
+
+def test_twenty_rollouts_learn_and_go_on_after_a_stop(tmp_path: Path):
+    words = ("--rollout-batch-size", "64", "--n-samples-per-prompt", "16", "--save-interval", "12")
+    first = launched(tmp_path, *words, "--num-rollout", "12")
+    assert first.code == 0, first.err
+    run = launched(tmp_path, *words, "--num-rollout", "20", "--resume")
+    assert run.code == 0, run.err
+    rewards = [row["reward_mean"] for row in run.metrics]
+    print("rewards", [f"{reward:.3f}" for reward in rewards])
+    assert [row["rollout_id"] for row in run.metrics] == list(range(20))
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05
+    assert all(row["logprob_diff"] < 0.5 for row in run.metrics)
