@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rllaunch.errors import ConfigError, DataError, RunError, did_you_mean
+from rllaunch.errors import ConfigError, DataError, RunError
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -73,10 +73,8 @@ def load_prompts(path: str, where: str) -> PromptFile:
     if not prompts:
         raise DataError(f"prompt file has no prompts: {path}", where, 'write one {"prompt": …, "label": …} a line')
     if unread and not any(prompt.label for prompt in prompts):
-        hint = did_you_mean("label", unread)
-        near = f"; {hint.replace('did you mean', 'is it')}" if hint.startswith("did you mean") else ""
-        unread_keys = ", ".join(sorted(map(repr, unread)))
-        return PromptFile(prompts, f'no line of {path} has a "label" for the reward; not read: {unread_keys}{near}')
+        keys = ", ".join(sorted(map(repr, unread)))
+        return PromptFile(prompts, f'no line of {path} has a "label" for the reward; keys that are not read: {keys}')
     return PromptFile(prompts)
 
 
