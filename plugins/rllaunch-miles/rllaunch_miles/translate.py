@@ -82,6 +82,7 @@ NOTHING_TO_SAY = (
     "task.name",
     "run.disk_reserve_bytes",
     "run.torch_num_threads",
+    "run.record_pss",
     "run.allow",
 )
 
@@ -98,6 +99,7 @@ TRANSLATED = (
     "handoff.colocate_memory_peak_device",
     "handoff.offload_train_buffers",
     "handoff.trainer_offload_backend",
+    "handoff.offload_train_process_groups",
     "handoff.engine_weights",
     "trainer.backend",
     "trainer.micro_batch_size",
@@ -128,6 +130,7 @@ TRANSLATED = (
 # What megatron takes where neither `micro_batch_size` nor `max_tokens_per_gpu` is set.
 DEFAULT_TOKENS = 2048
 NO_CHECKPOINT = "miles starts from a checkpoint: give one with --hf-checkpoint"
+GROUPS = "miles destroys the trainer's process groups at each offload and makes them anew"
 FRESH = (
     "miles allocates the trainer's host copy at each offload and frees it at the next onload: slower, and other peaks "
     "(`rllaunch plan --offload-train-buffers fresh`)"
@@ -290,6 +293,8 @@ def _handoff(draft: _Draft) -> None:
         draft.leave("handoff.offload_train_buffers", FRESH)
     if handoff.offload_train and handoff.trainer_offload_backend != "torch_memory_saver":
         draft.leave("handoff.trainer_offload_backend", SAVER)
+    if handoff.offload_train and not handoff.offload_train_process_groups:
+        draft.leave("handoff.offload_train_process_groups", GROUPS)
     if not (handoff.offload_rollout and "weight" in handoff.offload_rollout_level):
         return
     if handoff.engine_weights == "mirror" and has_lora:

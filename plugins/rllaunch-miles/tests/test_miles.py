@@ -240,6 +240,7 @@ def test_what_miles_cannot_express_is_listed_with_the_reason(
 
 def test_handing_over_as_miles_does_leaves_nothing_of_it_out(project: Project):
     words = ("--offload-train-buffers", "fresh", "--trainer-offload-backend", "torch_memory_saver", "--seed", "3")
+    words += ("--offload-train-process-groups",)
     answer = exported(project, *QWEN3, *words, "--engine-weights", "discard")
     assert set(left_out(answer)) == {"run.save_total_limit"}
     assert parsed(answer)["seed"] == parsed(answer)["rollout_seed"] == "3"
