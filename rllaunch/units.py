@@ -6,15 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-UNITS: Mapping[str, int] = {
-    "b": 1,
-    **{f"{name}b": 1000**power for power, name in enumerate("kmgtp", 1)},
-    **{f"{name}ib": 1024**power for power, name in enumerate("kmgtp", 1)},
+# By the prefix; the B of a byte is a capital, since Gb/s are gigabits.
+PREFIXES: Mapping[str, int] = {
+    "": 1,
+    **{name: 1000**power for power, name in enumerate("kmgtp", 1)},
+    **{f"{name}i": 1024**power for power, name in enumerate("kmgtp", 1)},
 }
 # What a text with an amount looks like, by what is counted: bytes, or bytes a second.
 AMOUNT: Mapping[str, str] = {
-    "B": r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpP][iI]?)?[bB]\s*$",
-    "B/s": r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpP][iI]?)?[bB]/s\s*$",
+    "B": r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpP][iI]?)?B\s*$",
+    "B/s": r"^\s*\d+(\.\d+)?\s*([kKmMgGtTpP][iI]?)?B/s\s*$",
 }
 
 
@@ -36,12 +37,12 @@ def parse_amount(text: str, unit: Literal["B", "B/s"]) -> int | float | str:
     if found is None:
         return text
     number, given = found.groups()
-    name, slash, second = given.lower().partition("/")
     is_rate = unit == "B/s"
     end = "/s" if is_rate else ""
-    if name not in UNITS or (slash, second) != (("/", "s") if is_rate else ("", "")):
+    prefix = given.removesuffix(f"B{end}").lower()
+    if not given.endswith(f"B{end}") or prefix not in PREFIXES:
         binary, decimal = (", ".join(f"{p}{kind}{end}" for p in "kMGT") for kind in ("iB", "B"))
         some = f"{binary.replace('k', 'K')} (powers of 1024) or {decimal} (of 1000)"
         raise ValueError(f"{given!r} is no unit of {'bytes a second' if is_rate else 'bytes'}: {some}")
-    amount = float(number) * UNITS[name]
+    amount = float(number) * PREFIXES[prefix]
     return amount if is_rate else round(amount)

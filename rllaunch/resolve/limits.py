@@ -58,7 +58,8 @@ class Cgroup:
 def limiting_cgroup(root: Path = ROOT) -> Cgroup | None:
     """The cgroup whose limit this process's job meets first; the topmost where none has a limit, None where none tells
     its use (version 2 has no such file for the whole machine)."""
-    limited = min(_cgroups(root), key=lambda found: found[0].bytes, default=None)
+    # Of equal limits the topmost, which counts most.
+    limited = min(reversed([*_cgroups(root)]), key=lambda found: found[0].bytes, default=None)
     if limited is not None:
         return limited[1]
     telling = [c for c in _own_cgroups(root) if (c.directory / USAGE_FILES[c.version]).is_file()]

@@ -62,13 +62,18 @@ def test_the_share_of_some_processes_is_told_where_the_driver_tells_it(monkeypat
         gpus.stop()
 
 
-@pytest.mark.parametrize(("limited", "used"), [("job", 12145), ("job/step", 500)])
-def test_host_memory_is_what_counts_against_the_limit_that_is_met_first(limited: str, used: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("limited", "used"), [(("job",), 12145), (("job/step",), 500), (("job", "job/step"), 12145)], ids=str
+)
+def test_host_memory_is_what_counts_against_the_limit_that_is_met_first(
+    limited: tuple[str, ...], used: int, tmp_path: Path
+):
     mount = tmp_path / "sys/fs/cgroup"
     (mount / "job/step").mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
-    (mount / limited / "memory.max").write_text("20000\n")
+    for name in limited:
+        (mount / name / "memory.max").write_text("20000\n")
     (mount / "job/memory.current").write_text("12345\n")
     # Of these bytes 200 are a cached file, which goes when memory is asked for; the rest of `file` is shared memory.
     (mount / "job/memory.stat").write_text("anon 11000\nfile 1345\nshmem 1145\n")

@@ -6,6 +6,7 @@ import errno
 import gc
 import mmap
 import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -66,6 +67,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
+        self.unlocked = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if address in self.locked:
@@ -74,8 +76,15 @@ class Driver:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address), "pages are unlocked while they are there"
         del self.locked[address]
+        self.unlocked += 1
         return 0
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 @pytest.fixture
@@ -93,6 +102,7 @@ def test_locked_memory_that_nobody_gave_back_is_unlocked_before_it_is_unmapped(d
     del view
     gc.collect()
     assert list(driver.locked) == [kept.data_ptr()]
+    assert driver.unlocked == 1, "an error in a finalizer is only printed"
     # The kernel gives the same address again: the driver must have forgotten it.
     again = pinned.allocate_pinned(MIB)
     pinned.release_pinned(again)
@@ -100,4 +110,13 @@ def test_locked_memory_that_nobody_gave_back_is_unlocked_before_it_is_unmapped(d
     assert not driver.locked
     del kept, again
     gc.collect()  # what was released is not unlocked a second time
+    assert (driver.locked, driver.unlocked) == ({}, 3)
+
+
+def test_memory_that_another_made_is_unlocked_at_an_address_that_was_ours(driver: Driver):
+    ours = pinned.allocate_pinned(MIB)
+    address = ours.data_ptr()
+    pinned.release_pinned(ours)
+    driver.cudaHostRegister(address, MIB, 0)  # as if an arena's file were mapped there now
+    pinned.release_pinned(ours)
     assert not driver.locked

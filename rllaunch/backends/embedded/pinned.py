@@ -38,19 +38,21 @@ def allocate_pinned(nbytes: int) -> Tensor:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as err:
         raise RunError(f"the machine refuses {nbytes:,} bytes of host memory: {err}") from err
-    host_bytes = torch.frombuffer(pages, dtype=torch.uint8)
+    # Whoever views the pages holds this, and this holds them: it goes before they are unmapped.
+    held = (ctypes.c_ubyte * nbytes).from_buffer(pages)
+    host_bytes = torch.frombuffer(held, dtype=torch.uint8)
     # Advice: kernels without huge pages ignore it.
     _libc.madvise(host_bytes.data_ptr(), nbytes, _MADV_HUGEPAGE)
     pin(host_bytes)
     # Pages unmapped while they are locked stay locked for the driver, which refuses whoever gets their address next.
-    unlock = weakref.finalize(pages, _unregister, host_bytes.data_ptr())
+    unlock = weakref.finalize(held, _unlock, host_bytes.data_ptr())
     unlock.atexit = False  # the driver may be gone by then
     _UNLOCK[host_bytes.data_ptr()] = unlock
     return host_bytes
 
 
-_UNLOCK: dict[int, weakref.finalize[[int], mmap.mmap]] = {}
-"""Of each mapping made here what unlocks it, by its address."""
+_UNLOCK: dict[int, weakref.finalize[[int], ctypes.Array[ctypes.c_ubyte]]] = {}
+"""Of each mapping made here and still locked what unlocks it, by its address."""
 
 
 def release_pinned(host_bytes: Tensor) -> None:
@@ -58,10 +60,15 @@ def release_pinned(host_bytes: Tensor) -> None:
     if not host_bytes.numel():
         return
     address = host_bytes.data_ptr()
-    if (unlock := _UNLOCK.pop(address, None)) is not None:
+    if (unlock := _UNLOCK.get(address)) is not None:
         unlock()
     else:
         _unregister(address)
+
+
+def _unlock(address: int) -> None:
+    del _UNLOCK[address]
+    _unregister(address)
 
 
 def _unregister(address: int) -> None:

@@ -127,7 +127,8 @@ class Placement:
                     # To all, though rank 0 alone keeps it: NCCL would open a communicator for each pair, and keep it.
                     shard = shard.contiguous()
                     dist.broadcast(shard, sender)
-                shards.append(shard)
+                if rank == 0:
+                    shards.append(shard)
             if rank == 0:
                 whole = unshard(entry, shards)
                 yield from zip(entry.sources, from_megatron(entry, whole, self.shape), strict=True)
