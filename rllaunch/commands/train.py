@@ -63,6 +63,8 @@ def train(
         any_layout = backend is not None and backend.loads_any_layout
         if moved := refuse_changes(Path(config.run.run_dir).expanduser(), config, any_layout=any_layout):
             console.say("note: resumed on another layout, so not to the bit:\n  " + "\n  ".join(moved))
+            if any(text.startswith("rollout.") for text in moved):
+                console.say("note: engines of another number or size may draw other samples")
     findings = made.findings(probe=False)
     if rehearse:
         # Whether it fits is what the rehearsal shows.
@@ -144,8 +146,11 @@ def _resumed(request: Request) -> Request:
         given.insert(0, Setting("run.run_dir", named, "RLLAUNCH_RUN__RUN_DIR"))
     if not given:
         raise UsageError("--resume needs the run's directory", "--resume", "name it with --run-dir DIR")
-    other_hardware = any(s.key == "hardware.name" for s in request.flags)
-    return replace(request, base=saved_layer(Path(str(given[-1].value)).expanduser(), other_hardware=other_hardware))
+    hardware = [str(s.value) for s in request.flags if s.key == "hardware.name"]
+    if named := request.environ.get("RLLAUNCH_HARDWARE__NAME"):
+        hardware.insert(0, named)
+    base = saved_layer(Path(str(given[-1].value)).expanduser(), hardware[-1] if hardware else "")
+    return replace(request, base=base)
 
 
 def _default_run_dir(made: Launch) -> Path:

@@ -111,7 +111,9 @@ def _levers(resolved: Resolved, architecture: Architecture, choice: Choice) -> I
             "megatron.recompute_method": "uniform",
             "megatron.recompute_num_layers": 1,
         }
-    yield {"trainer.tensor_model_parallel_size": 2 * config.trainer.tensor_model_parallel_size}
+    # Experts and latents need sequence parallelism beside it, others hold less with it.
+    tp = 2 * config.trainer.tensor_model_parallel_size
+    yield {"trainer.tensor_model_parallel_size": tp, "trainer.sequence_parallel": True}
     if len(architecture.layers) % (stages := 2 * config.trainer.pipeline_model_parallel_size) == 0:
         yield {"trainer.pipeline_model_parallel_size": stages}
     headroom = config.handoff.memory_headroom
@@ -151,7 +153,8 @@ def _followers(resolved: Resolved, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def safe_fraction(plan: MemoryPlan, config: LaunchConfig, *, headroom: float = 0.0) -> float | None:
-    """The largest `mem_fraction_static`, in hundredths, with which the engines' fullest step fits on the GPU.
+    """The largest `mem_fraction_static`, in hundredths, with which the engines' fullest step fits on the GPU; None
+    where none does, or a limit is not known.
 
     What the KV cache may take is the limit less everything else that is there in the step that holds it.
 
@@ -164,7 +167,7 @@ def safe_fraction(plan: MemoryPlan, config: LaunchConfig, *, headroom: float = 0
     spare = int(limit * (1 - headroom)) - fullest.total("gpu")
     usable = usable_memory(plan, hbm)
     fraction = config.sglang.mem_fraction_static + spare / usable
-    return max(0.0, min(0.99, int(fraction * 100) / 100))
+    return min(0.99, int(fraction * 100) / 100) if fraction >= 0.01 else None
 
 
 def fullest_with_kv(plan: MemoryPlan) -> PlannedStep | None:
@@ -180,11 +183,15 @@ def usable_memory(plan: MemoryPlan, hbm: int) -> int:
 
 def told(advice: Advice, tier: Tier) -> str:
     """One line: the flags, what they free, and whether that is enough."""
-    verdict = "fits" if advice.fits else f"still {_excess(advice.plan)} too much"
+    verdict = "fits" if advice.fits else f"still {_excess(advice.plan, tier)} too much"
     return f"{advice.flags} frees {gib(advice.freed)} ({gib(advice.plan.peak(tier))} at the {tier}'s peak: {verdict})"
 
 
-def _excess(plan: MemoryPlan) -> str:
+def _excess(plan: MemoryPlan, tier: Tier) -> str:
+    """By how much the asked tier's limit is broken, else the other's."""
+    limit = plan.limits.of(tier)
+    if limit is not None and plan.peak(tier) > limit:
+        return f"{gib(plan.peak(tier) - limit)} on the {tier}"
     broken = plan.first_break
     assert broken is not None, "a plan that does not fit breaks somewhere"
     return f"{gib(broken.excess)} on the {broken.tier}"

@@ -170,7 +170,9 @@ def _options(resolved: Resolved) -> Iterator[HandoffOptions]:
         return all_values if is_auto and not resolved.is_set(key) else [value]
 
     orders: Sequence[Order] = ["cpu", "gpu"] if is_auto else [base.order]
-    trains = left("handoff.offload_train", base.offload_train, [True, False])
+    # Communicators that are to go with the trainer go only if it does.
+    may_stay = [] if handoff.offload_train_process_groups else [False]
+    trains = left("handoff.offload_train", base.offload_train, [True, *may_stay])
     rollouts = left("handoff.offload_rollout", base.offload_rollout, [True, False])
     both, kv_only = frozenset({"kv_cache", "weight"}), frozenset({"kv_cache"})
     levels = left("handoff.offload_rollout_level", base.level, [both, kv_only])

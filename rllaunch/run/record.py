@@ -83,10 +83,18 @@ class RunDirectory:
         """
         file = self.path / "launch.json"
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        history = [*before.get("resumed", []), {"command": launch.get("command"), "versions": launch.get("versions")}]
+        resumed = {"command": launch.get("command"), "versions": launch.get("versions")}
+        if self.config_file.exists():
+            saved = json.loads(self.config_file.read_text(encoding="utf-8"))
+            resumed["changed"] = [text for _, text in _differences(saved, config)]
+        history = [*before.get("resumed", []), resumed]
         was = (history[-2] if len(history) > 1 else before).get("versions") or {}
         now = launch.get("versions") or {}
-        self.create(config, dict(launch) | {"versions": before.get("versions"), "resumed": history})
+        first = {
+            "versions": before.get("versions"),
+            "first_command": before.get("first_command", before.get("command")),
+        }
+        self.create(config, dict(launch) | first | {"resumed": history})
         return [f"{name} was {was[name]}, is {now.get(name)}" for name in was if was[name] != now.get(name)]
 
     def _take(self) -> None:
@@ -196,13 +204,13 @@ def default_run_dir(config: LaunchConfig, now: datetime) -> Path:
     raise EnvironmentProblem(f"no free name for a run directory like {stem}", "", "choose one with --run-dir")
 
 
-def saved_layer(run_dir: Path, *, other_hardware: bool = False) -> Layer:
+def saved_layer(run_dir: Path, hardware: str = "") -> Layer:
     """The config of a run that is resumed, as a layer below the flags.
 
     What followed from the layout is left out: it follows again, from another layout if flags set one.
 
     Args:
-        other_hardware: leave out the facts of the run's hardware too.
+        hardware: the profile that is asked for; another one than the run's brings its own facts.
 
     Raises:
         ConfigError: there is no run in that directory, or its config cannot be read.
@@ -220,7 +228,7 @@ def saved_layer(run_dir: Path, *, other_hardware: bool = False) -> Layer:
         raise ConfigError("the run's config is not one that rllaunch wrote", str(file), "restore the file")
     left_out = _derived(run_dir / "launch.json") & set(_LAYOUT_KEYS)
     settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v != {} and k not in left_out]
-    if other_hardware:
+    if hardware and hardware != saved.get("hardware", {}).get("name"):
         settings = [s for s in settings if not s.key.startswith("hardware.")]
     return Layer("run", tuple(settings))
 
@@ -246,7 +254,7 @@ _FREE_ON_RESUME = (
     "run.disk_reserve_bytes",
     "cluster.ray_address",
 )
-_FREE_SECTIONS = ("handoff", "pools")
+_FREE_SECTIONS = ("handoff.", "pools.")
 # Where a trainer's checkpoints fit any layout: how the same sums are shared out, which rounds them otherwise.
 _LAYOUT_KEYS = (
     *(f"trainer.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")),
@@ -265,11 +273,20 @@ _LAYOUT_KEYS = (
     "rollout.rollout_num_gpus",
     "rollout.rollout_num_gpus_per_engine",
 )
-_LAYOUT_SECTIONS = ("hardware", "sglang", "env")
+# Of sections that pass through what decides how much fits and how fast it goes; in `env` how ranks find each other.
+_LAYOUT_OPTIONS = ("mem_fraction_static", "ep_size", "max_running_requests", "max_total_tokens", "chunked_prefill_size")
+_LAYOUT_PREFIXES = ("hardware.", "sglang.cuda_graph_", "env.NCCL_", "env.GLOO_")
+
+
+def _is_layout(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return key in _LAYOUT_KEYS or key.startswith(_LAYOUT_PREFIXES) or (section == "sglang" and name in _LAYOUT_OPTIONS)
 
 
 def refuse_changes(run_dir: Path, config: LaunchConfig, *, any_layout: bool = False) -> list[str]:
-    """What of the layout differs from the run's own, which changes its results by rounding alone.
+    """What of the layout differs from the run's own.
+
+    It rounds sums otherwise, and engines of another number or size may draw other samples; what is trained stays.
 
     Args:
         any_layout: whether the trainer loads a checkpoint of another layout.
@@ -278,26 +295,30 @@ def refuse_changes(run_dir: Path, config: LaunchConfig, *, any_layout: bool = Fa
         ConfigError: something that decides the results differs.
     """
     saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    now = config.model_dump(mode="json")
-    changed, rounded = [], []
-    for section, values in now.items():
-        for key, value in values.items():
-            dotted = f"{section}.{key}"
-            before = saved.get(section, {}).get(key)
-            if before == value or section in _FREE_SECTIONS or dotted in _FREE_ON_RESUME:
-                continue
-            text = f"{dotted} was {before!r}, is {value!r}"
-            if any_layout and (section in _LAYOUT_SECTIONS or dotted in _LAYOUT_KEYS):
-                rounded.append(text)
-            else:
-                changed.append(text)
+    changed: list[str] = []
+    moved: list[str] = []
+    for key, text in _differences(saved, config):
+        if key.startswith(_FREE_SECTIONS) or key in _FREE_ON_RESUME:
+            continue
+        (moved if any_layout and _is_layout(key) else changed).append(text)
     if changed:
         raise ConfigError(
             "a resumed run keeps what decides its results",
             (*changed, f"the run's own: {run_dir / 'config.json'}"),
             "leave these flags out, or start a new run",
         )
-    return rounded
+    return moved
+
+
+def _differences(saved: Mapping[str, Any], config: LaunchConfig) -> Iterator[tuple[str, str]]:
+    """Keys that have another value than before, and both values in words; an option that was dropped is one, too."""
+    now = config.model_dump(mode="json")
+    for section in now:
+        before, after = saved.get(section, {}), now[section]
+        for name in dict.fromkeys([*after, *before]):
+            if before.get(name) != after.get(name):
+                key = f"{section}.{name}"
+                yield key, f"{key} was {before.get(name)!r}, is {after.get(name)!r}"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -91,6 +91,45 @@ def test_a_trainer_whose_checkpoints_fit_any_layout_may_resume_on_another(tmp_pa
         refuse_changes(record.path, config(4))
 
 
+@pytest.mark.parametrize(
+    ("section", "options", "is_layout"),
+    [
+        ("sglang", {"mem_fraction_static": 0.5}, True),
+        ("sglang", {"cuda_graph_max_bs": 8}, True),
+        ("sglang", {"kv_cache_dtype": "fp8_e4m3"}, False),
+        ("sglang", {"json_model_override_args": {"rope_theta": 1}}, False),
+        ("env", {"NCCL_IB_HCA": "mlx5_0"}, True),
+        ("env", {"NVTE_FLASH_ATTN": "0"}, False),
+        ("megatron", {"attention_dropout": 0.1}, False),
+    ],
+)
+def test_of_options_that_pass_through_only_those_of_the_layout_may_change(
+    section: str, options: dict[str, object], is_layout: bool, tmp_path: Path
+):
+    plain, other = LaunchConfig(), LaunchConfig.model_validate({section: options})
+    for number, (before, after) in enumerate([(plain, other), (other, plain)]):
+        record = RunDirectory(tmp_path / str(number))
+        record.create(before, {})
+        if is_layout:
+            assert len(refuse_changes(record.path, after, any_layout=True)) == 1
+        else:
+            with pytest.raises(ConfigError, match="keeps what decides"):
+                refuse_changes(record.path, after, any_layout=True)
+
+
+def test_a_resumed_run_keeps_how_it_began_and_what_changed_since(tmp_path: Path):
+    record = RunDirectory(tmp_path / "run")
+    record.create(LaunchConfig(), {"command": ["first"]})
+    record.resume(LaunchConfig.model_validate({"trainer": {"tensor_model_parallel_size": 2}}), {"command": ["second"]})
+    record.resume(LaunchConfig(), {"command": ["third"]})
+    kept = json.loads((record.path / "launch.json").read_text())
+    assert (kept["first_command"], kept["command"]) == (["first"], ["third"])
+    assert [entry["changed"] for entry in kept["resumed"]] == [
+        ["trainer.tensor_model_parallel_size was 1, is 2"],
+        ["trainer.tensor_model_parallel_size was 2, is 1"],
+    ]
+
+
 def test_what_followed_from_the_layout_follows_again(tmp_path: Path):
     record = RunDirectory(tmp_path / "run")
     config = LaunchConfig.model_validate({"cluster": {"num_gpus_per_node": 2, "actor_num_nodes": 1}})
@@ -103,7 +142,7 @@ def test_what_followed_from_the_layout_follows_again(tmp_path: Path):
     assert "cluster.num_gpus_per_node" in keys
     assert "cluster.actor_num_nodes" not in keys
     assert any(key.startswith("hardware.") for key in keys)
-    elsewhere = {setting.key for setting in saved_layer(record.path, other_hardware=True).settings}
+    elsewhere = {setting.key for setting in saved_layer(record.path, "B200").settings}
     assert keys - elsewhere == {key for key in keys if key.startswith("hardware.")}
 
 

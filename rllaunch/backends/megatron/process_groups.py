@@ -104,10 +104,10 @@ class LastingGroup(dist.ProcessGroup):
         """Whether these are on the device whose communicator goes.
 
         Args:
-            tensors: one, or a list that begins with one, or with such a list.
+            tensors: one, or lists of them, some of which a rank may leave empty.
         """
-        while isinstance(tensors, list | tuple) and tensors:
-            tensors = tensors[0]
+        if isinstance(tensors, list | tuple):
+            return any(map(self.goes_over, tensors))
         return isinstance(tensors, torch.Tensor) and tensors.device.type == self._device.type
 
     def tear_down(self) -> None:
@@ -242,6 +242,9 @@ class ProcessGroups:
             self._plain_batch, dist.batch_isend_irecv = dist.batch_isend_irecv, _batched(dist.batch_isend_irecv)
         try:
             yield
+        except BaseException:
+            self.close()
+            raise
         finally:
             dist.new_group = new_group
 
@@ -256,7 +259,7 @@ class ProcessGroups:
 
     def tear_down(self) -> None:
         """Destroy every communicator, the last one first; nothing where they are torn down already."""
-        if not self.are_alive:
+        if not any(group.is_alive for group in self.groups):
             return
         with self._measured():
             for group in reversed(self.groups):

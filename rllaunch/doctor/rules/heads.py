@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.layout import heads_fit, kv_heads_fit, layout_of
+from rllaunch.doctor.numbers import experts_key
 from rllaunch.doctor.rules.groups import TP, is_megatron_like
 from rllaunch.resolve.origins import Resolved
 
@@ -47,4 +48,31 @@ RULE = Rule(
     check=_check,
     overridable=True,
 )
-RULES = (RULE,)
+
+
+def _check_sequence(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    trainer, facts = config.trainer, config.model.architecture
+    if trainer.backend != "megatron" or trainer.sequence_parallel or trainer.tensor_model_parallel_size == 1:
+        return
+    if key := experts_key(config):
+        what = "Megatron-core trains experts with TP > 1 only"
+    elif facts.get("kv_lora_rank"):
+        key, what = "kv_lora_rank", "gradients of latent attention are added over TP ranks only"
+    else:
+        return
+    yield SEQUENCE.error(
+        resolved,
+        f"{what} where the ranks share sequences too",
+        ["trainer.sequence_parallel", TP, f"model.architecture.{key}"],
+        "--sequence-parallel",
+    )
+
+
+SEQUENCE = Rule(
+    code="RL343",
+    name="experts and latents with TP share sequences",
+    reason="Megatron-core refuses in the first training step (megatron/core/transformer/moe/moe_layer.py, forward)",
+    check=_check_sequence,
+)
+RULES = (RULE, SEQUENCE)
