@@ -4,7 +4,7 @@ process's, so that a second trainer beside the first is no twin of it."""
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,36 +36,54 @@ class _Remote:
         self._process = spawn.Process(target=_serve, args=(theirs, factory, context, slot), daemon=True)
         self._process.start()
         theirs.close()
-        self._answer(None)
+        self._methods: frozenset[str] = self._answer(None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args: self._call(name, *args)
+        if name not in self._methods:
+            return self._ask(None, "__getattribute__", [name], {})
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
 
-    def _call(self, name: str, *args: Any) -> Any:
-        sink = next((a for a in args if hasattr(a, "begin_weight_update")), None)
-        self._connection.send((name, [_SINK if a is sink and sink is not None else a for a in args]))
-        answer = self._answer(sink)
+    def _call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        sink = next((value for value in given if hasattr(value, "begin_weight_update")), None)
+
+        def sent(value: Any) -> Any:
+            return _SINK if sink is not None and value is sink else value
+
+        answer = self._ask(sink, name, [sent(a) for a in args], {n: sent(v) for n, v in kwargs.items()})
         if name == "shutdown":
             self._process.join(60)
+            if self._process.is_alive():
+                self._process.kill()
             self._connection.close()
         return answer
+
+    def _ask(self, sink: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            self._connection.send((name, args, kwargs))
+        except OSError:
+            raise self._ended() from None
+        return self._answer(sink)
+
+    def _ended(self) -> RunError:
+        self._process.join(60)
+        return RunError(f"the backend's process ended with exit code {self._process.exitcode}")
 
     def _answer(self, sink: Any) -> Any:
         """What the call gives, with its calls of the sink made here meanwhile."""
         while True:
             try:
                 kind, *words = self._connection.recv()
-            except EOFError:
-                self._process.join()
-                raise RunError(f"the backend's process ended with exit code {self._process.exitcode}") from None
+            except (EOFError, ConnectionResetError):
+                raise self._ended() from None
             if kind == "given":
                 return words[0]
             if kind == "raised":
                 raise words[0]
             name, argument = words
-            self._connection.send(_tried(sink, name, [argument]))
+            self._connection.send(_tried(sink, name, [argument], {}))
 
 
 class _SinkThere:
@@ -90,22 +108,27 @@ def _serve(connection: Connection, factory: Factory, context: LaunchContext, slo
     except Exception as err:
         connection.send(("raised", _portable(err)))
         return
-    connection.send(("given", None))
+    methods = frozenset(n for n in dir(type(backend)) if not n.startswith("_") and callable(getattr(type(backend), n)))
+    connection.send(("given", methods))
     sink = _SinkThere(connection)
     while True:
         try:
-            name, args = connection.recv()
+            name, args, kwargs = connection.recv()
         except EOFError:
             return  # the caller is gone
-        args = [sink if isinstance(a, str) and a == _SINK else a for a in args]
-        connection.send(_tried(backend, name, args))
+        args = [_here(a, sink) for a in args]
+        connection.send(_tried(backend, name, args, {n: _here(v, sink) for n, v in kwargs.items()}))
         if name == "shutdown":
             return
 
 
-def _tried(owner: Any, name: str, args: Sequence[Any]) -> tuple[str, Any]:
+def _here(value: Any, sink: _SinkThere) -> Any:
+    return sink if isinstance(value, str) and value == _SINK else value
+
+
+def _tried(owner: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
     try:
-        return "given", getattr(owner, name)(*args)
+        return "given", getattr(owner, name)(*args, **kwargs)
     except Exception as err:
         return "raised", _portable(err)
 

@@ -44,13 +44,18 @@ def test_a_backend_in_a_process_of_its_own_is_called_as_if_it_were_here(tmp_path
     trainer, twin = suite.started(tmp_path / "it"), here.started(tmp_path / "twin")
     assert trainer.region_bytes() == twin.region_bytes()
     assert suite.sent(trainer) == here.sent(twin), "the sink's calls come back"
+    sink = suite.collected()
+    trainer.update_weights(version=2, sink=sink)
+    assert sink.calls[0] == "begin 2"
+    assert trainer.slot == replace(twin.slot, ledger_dir=str(tmp_path / "it"))
     with pytest.raises(RuntimeError, match="ValueError: no such kernel"):
         trainer.train(suite.batch(suite.context()))
     trainer.offload()
     with pytest.raises(RunError, match="while params is offloaded"):
         trainer.save(str(tmp_path))
-    with pytest.raises(RunError, match="exit code 9"):
-        trainer.clear_memory()
+    for _ in range(2):
+        with pytest.raises(RunError, match="exit code 9"):
+            trainer.clear_memory()
     twin.shutdown()
 
 

@@ -61,6 +61,7 @@ def rollouts_rank(
                     trainer.save(str(checkpoint))
                 elif step.name.startswith("trainer.") and step.name != "trainer.init":
                     before = num_connections()
+                    dist.barrier()  # whoever is first must not close what the other still counts
                     getattr(trainer, step.name.removeprefix("trainer."))()
                     seen.append(look_at(trainer, step.name, before))
         results[name] = (figures, sink.tensors, seen)
@@ -104,6 +105,7 @@ def group_of_two(rank: int, world: int, port: int) -> Iterator[tuple[ProcessGrou
     groups = ProcessGroups("cpu")
     with groups.adopting():
         group = dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="PAIR")
+        dist.new_group([0, 1], timeout=timedelta(seconds=3), group_desc="ROOTED")
         dist.new_group([1], timeout=timedelta(seconds=3))
     try:
         yield groups, group
@@ -119,10 +121,13 @@ def reloaded(rank: int, world: int, port: int) -> list[dict[str, Any]]:
     """What torch.distributed's functions give over the same group: before, and after each of two reloads."""
     answers = []
     with group_of_two(rank, world, port) as (groups, group):
-        assert len(groups.groups) == 1 + rank, "a rank has the groups it is in"
+        assert len(groups.groups) == 2 + rank, "a rank has the groups it is in"
+        rooted = groups.groups[1]
         for _ in range(3):
-            answers.append(all_calls(rank, group))
+            answers.append(all_calls(rank, group) | rooted_calls(rank, rooted))
+            assert rooted.has_met, "on the rank that only gives or only takes, too"
             connections = num_connections()
+            dist.barrier()  # whoever is first must not close what the other still counts
             groups.tear_down()
             groups.tear_down()
             gc.collect()
@@ -180,6 +185,18 @@ def all_calls(rank: int, group: Any) -> dict[str, Any]:
         group.group_desc, _resolve_process_group(name) is group, dist.get_group_rank(group, 1),
     )  # fmt: skip
     return out
+
+
+def rooted_calls(rank: int, group: Any) -> dict[str, Any]:
+    """Collectives in which one rank has lists of tensors, and the others none."""
+    ones, out = torch.full((2,), 1.0 + rank), {}
+    out["gather"] = [torch.zeros(2), torch.zeros(2)] if rank == 0 else None
+    dist.gather(ones, out["gather"], dst=0, group=group)
+    out["scatter"] = torch.zeros(2)
+    dist.scatter(out["scatter"], [ones, 2 * ones] if rank == 0 else None, src=0, group=group)
+    out["reduce"] = ones.clone()
+    dist.reduce(out["reduce"], dst=1, group=group)
+    return out if rank == 1 else out | {"reduce": None}
 
 
 def lonely(rank: int, world: int, port: int) -> dict[str, str]:
