@@ -160,6 +160,8 @@ class TensorSlice:
 class Bucket:
     """A flattened piece of a weight update, in shared memory or in the memory of every slot's GPU.
 
+    A tensor is with the one it is joined with (`joined_with`).
+
     Args:
         handle: path of the shared-memory file; or for each slot, in order, a pickled CUDA IPC handle that one process
             on that slot's GPU may open once.
@@ -168,6 +170,15 @@ class Bucket:
     handle: str | tuple[bytes, ...]
     nbytes: int
     tensors: tuple[TensorSlice, ...]
+
+
+def joined_with(name: str) -> str | None:
+    """The tensor that must lie in the same bucket as this one; None: there is none.
+
+    SGLang makes one parameter of both projections to the latents. What has come without the other when a call ends is
+    forgotten, without a word (0.5.23 models/deepseek_common/deepseek_weight_loader.py, models/glm4_moe_lite.py).
+    """
+    return name.replace(".q_a_proj.", ".kv_a_proj_with_mqa.") if ".q_a_proj." in name else None
 
 
 @dataclass(frozen=True)

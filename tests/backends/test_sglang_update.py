@@ -87,6 +87,20 @@ def test_an_update_that_lacks_tensors_is_refused_where_they_are_lost_otherwise()
     names.end(4, is_whole=True)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_bucket_that_parts_what_the_engine_joins_is_refused(is_known: bool):
+    """SGLang would forget both, and sample from the old weights."""
+    query, keys, other = (f"model.layers.3.self_attn.{n}.weight" for n in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"))
+    names = Names("engine-0", [query, keys, other] if is_known else None)
+    names.begin()
+    assert len(names.take(slices(other, keys, query))) == 3
+    with pytest.raises(RunError, match=f"engine-0 would forget {query}: it is joined with {keys}") as caught:
+        names.take(slices(query, other))
+    assert caught.value.fix == "make it larger: --update-weight-buffer-size"
+    # A model whose queries have no latent has one of the two only.
+    assert len(names.take(slices(keys))) == 1
+
+
 def test_names_that_cannot_be_read_are_not_checked(tmp_path: Path):
     assert checkpoint_tensors(str(tmp_path)) is None
     names = Names("engine-0", None)

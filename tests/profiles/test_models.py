@@ -71,6 +71,13 @@ PUBLISHED = {
     "qwen3.8-27b": 27,
 }
 
+# Those the megatron trainer builds.
+TRAINED = {
+    "deepseek-v3", "glm-4.5", "glm-4.5-air", "glm-4.7-flash", "joyai-llm-flash", "kimi-k2", "llama3.1-405b", "llama3.1-70b",
+    "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "moonlight-16b-a3b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-14b",
+    "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-4b", "qwen3-8b", "tiny",
+}  # fmt: skip
+
 # Read by the models of transformers, or stated here, though not every config class declares them.
 UNDECLARED = {"head_dim", "num_experts", "num_hidden_layers", "num_nextn_predict_layers", "tie_word_embeddings"}
 ROPE = {"rope_theta", "partial_rotary_factor", "rope_parameters"}
@@ -94,13 +101,16 @@ def hf_config(config: LaunchConfig) -> Any:
     return model_config(LaunchContext(config, HandoffOptions(), vocabulary, 8, 1))
 
 
-def count_parameters(config: Any) -> int:
+def on_meta(config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(config)
+
+
+def count_parameters(config: Any) -> int:
+    return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
 def test_every_shipped_model_is_in_the_table(rllaunch: Any):
@@ -125,6 +135,20 @@ def test_transformers_keeps_every_fact_under_its_name(rllaunch: Any, name: str):
         assert key in UNDECLARED | ROPE or hasattr(default, key), key
         if key not in ROPE and key != "vocab_size":
             assert getattr(made, key) == (None if key == "q_lora_rank" and value == 0 else value), key
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_megatron_trainer_has_every_tensor_of_a_model_or_refuses_it(rllaunch: Any, name: str):
+    from rllaunch.backends.megatron.shape import read_shape, refusal_of
+    from rllaunch.backends.megatron.weights import entries, unstack_experts
+
+    config = resolved(rllaunch, name)
+    assert (refusal_of(config.model.architecture) is None) == (name in TRAINED)
+    if name in TRAINED:
+        shape = read_shape(hf_config(config).to_dict())
+        names = {source for entry in entries(shape) for source in entry.sources}
+        module = {n for n, _ in unstack_experts(on_meta(hf_config(config)).state_dict().items())}
+        assert names == module - ({"lm_head.weight"} if shape.is_tied else set())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

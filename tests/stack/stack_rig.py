@@ -39,6 +39,15 @@ DEEPSEEK = {
     "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4,
     "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+GLM4_MOE_LITE = {
+    **DEEPSEEK, "model_type": "glm4_moe_lite", "qk_nope_head_dim": 6, "v_head_dim": 10, "rms_norm_eps": 1e-2,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+}  # fmt: skip
+GLM4_MOE = {
+    **LLAMA, "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -46,17 +55,15 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
-    "llama3-rope": {
-        **LLAMA,
-        "rope_parameters": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
+    "llama3-rope": {**LLAMA, "rope_parameters": LLAMA3_ROPE},
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**QWEN3, "rope_theta": 1e6},
     "qwen3_moe": QWEN3_MOE,
@@ -64,6 +71,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3-yarn": {**DEEPSEEK, "rope_parameters": YARN},
     "deepseek_v3-no-query-latent": {**DEEPSEEK, "q_lora_rank": 0, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "glm4_moe_lite-listed-layers": {
+        **GLM4_MOE_LITE, "mlp_layer_types": ["sparse", "dense"], "q_lora_rank": 0, "rope_parameters": YARN,
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    },
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe-without-norms-or-biases": {
+        **GLM4_MOE, "attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 1.0,
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+    },
+    "glm4_moe-llama3-rope": {
+        **GLM4_MOE, "head_dim": 16, "partial_rotary_factor": 0.25, "use_qk_norm": False, "first_k_dense_replace": 0,
+        "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6},
+    },
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from stack_rig import ARCHITECTURES, LLAMA, QWEN3_MOE, make_context
+from stack_rig import ARCHITECTURES, LLAMA, LLAMA3_ROPE, QWEN3_MOE, make_context
 
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.megatron import options
@@ -103,16 +103,37 @@ def test_foreign_names_and_reasons_speak_of_what_megatron_has() -> None:
     assert {name for name, _ in ALIASES.values()} <= known_options()
 
 
+HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+LLAMA3_LONGER = {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 4096}}
+GROUPS_BY_THREE = {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
+
+
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("family", "changes", "says"),
     [
-        ({"model_type": "gpt_oss"}, "does not build models of type 'gpt_oss'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"model_type": "gpt_oss"}, "does not build models of type 'gpt_oss'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", HALF_ROTATED, "partial_rotary_factor = 0.5"),
+        ("llama", LLAMA3_LONGER, "original_max_position_embeddings = 4096"),
+        ("deepseek_v3", {"num_experts_per_tok": 1, "n_group": 1}, "the weight is the score itself"),
+        ("deepseek_v3", {"rope_parameters": LLAMA3_ROPE}, "rope_type = 'llama3'"),
+        ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act"),
+        ("glm4_moe", {"norm_topk_prob": False}, "always normalised"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "the weight is the score itself"),
+        ("glm4_moe", GROUPS_BY_THREE, "only 3 groups"),
+        ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
+        ("glm4_moe", LLAMA3_LONGER, "original_max_position_embeddings = 4096"),
+        ("glm4_moe_lite", {"attention_bias": True}, "attention_bias"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave"),
+        ("glm4_moe_lite", {"norm_topk_prob": False}, "always normalised"),
+        ("glm4_moe_lite", GROUPS_BY_THREE, "only 3 groups"),
+        ("glm4_moe_lite", HALF_ROTATED, "partial_rotary_factor = 0.5"),
+        ("glm4_moe_lite", {"rope_parameters": LLAMA3_ROPE}, "rope_type = 'llama3'"),
     ],
 )
-def test_what_megatron_would_compute_otherwise_is_refused(changes: dict[str, Any], says: str) -> None:
-    context = make_context(ARCHITECTURES["llama"])
+def test_what_megatron_would_compute_otherwise_is_refused(family: str, changes: dict[str, Any], says: str) -> None:
+    context = make_context(ARCHITECTURES[family])
     with pytest.raises(ConfigError, match=says):
         read_shape({**model_config(context).to_dict(), **changes})

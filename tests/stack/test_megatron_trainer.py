@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, assert_trained_alike, critic_of, free_port
+from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, assert_trained_alike, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
@@ -31,7 +31,14 @@ from rllaunch.plan.handoff import HandoffOptions
 pytestmark = pytest.mark.stack
 
 MOE = {**QWEN3_MOE, "norm_topk_prob": True}
-FAMILIES = {"qwen3": QWEN3, "llama": {**LLAMA, "tie_word_embeddings": True}, "qwen3_moe": MOE, "deepseek_v3": DEEPSEEK}
+FAMILIES = {
+    "qwen3": QWEN3,
+    "llama": {**LLAMA, "tie_word_embeddings": True},
+    "qwen3_moe": MOE,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+}
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
 # The other dispatcher, `alltoall`, works on streams of a GPU.
@@ -409,9 +416,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": (MOE, {"expert_model_parallel_size": 2}),
     "sequence": (TWO_GROUPS, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "sequence, latents": (DEEPSEEK, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "sequence, biases": (GLM4_MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "experts, biases": (GLM4_MOE, {"expert_model_parallel_size": 2}),
     "experts' tensors": (MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "experts by tensor ranks": (
         MOE,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "experts by tensor ranks, latents": (
+        GLM4_MOE_LITE,
         {
             "tensor_model_parallel_size": 2,
             "sequence_parallel": True,

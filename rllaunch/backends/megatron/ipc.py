@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rllaunch.backends.base import Bucket, TensorSlice, WeightSink
 from rllaunch.backends.embedded.layout import dtype_name
-from rllaunch.backends.megatron.update import ALIGNMENT_BYTES
+from rllaunch.backends.megatron.update import aligned, in_groups
 
 _NUM_BUFFERS = 2
 
@@ -25,7 +25,7 @@ class IpcSender:
     engine closes a bucket before it answers.
 
     Args:
-        limit: bytes of a bucket; a tensor larger than that has a larger one of its own.
+        limit: bytes of a bucket; a group larger than that has a larger one of its own.
     """
 
     def __init__(self, device: str, limit: int) -> None:
@@ -52,15 +52,18 @@ class IpcSender:
                 self._give_back(stream)
 
     def _send_all(self, named: Iterable[tuple[str, Tensor]], sink: WeightSink | None, calls: ThreadPoolExecutor) -> int:
-        for name, tensor in named:
-            offset = -(-self._nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            if self._tensors and offset + tensor.nbytes > self._limit:
+        for group in in_groups(named):
+            begin = aligned(self._nbytes)
+            if self._tensors and begin + group.nbytes > self._limit:
                 self._flush(sink, calls)
-                offset = 0
-            target = self._buffer(offset + tensor.nbytes)[offset : offset + tensor.nbytes]
-            target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            self._tensors.append(TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset))
-            self._nbytes = offset + tensor.nbytes
+                begin = 0
+            buffer = self._buffer(begin + group.nbytes)
+            for (name, tensor), at in zip(group.tensors, group.offsets, strict=True):
+                offset = begin + at
+                target = buffer[offset : offset + tensor.nbytes]
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                self._tensors.append(TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            self._nbytes = begin + group.nbytes
         self._flush(sink, calls)
         self._wait()
         # An engine closes a bucket before it answers, and rank 0 alone has the answer: before it, nothing can be freed.
@@ -71,7 +74,7 @@ class IpcSender:
         if self._turn == len(self._buffers):
             self._buffers.append(self._allocated(max(self._limit, needed)))
         elif len(self._buffers[self._turn]) < needed:
-            # Only a tensor beyond the limit grows it, and such a one comes first in its bucket.
+            # Only a group beyond the limit grows it, and such a one comes first in its bucket.
             self._buffers[self._turn] = self._allocated(needed)
         return self._buffers[self._turn]
 

@@ -17,7 +17,7 @@ from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
 from rllaunch.backends.megatron.shape import ModelShape
 
-# DeepSeek-V3's norms of the latents have the class default of transformers, whatever `rms_norm_eps` says.
+# Norms of latents have the class default of transformers (DeepSeek-V3, GLM-4.7-Flash), whatever `rms_norm_eps` says.
 _LATENT_NORM_EPS = 1e-6
 
 
@@ -42,6 +42,7 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         parallel_output=True,
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
+        rotary_percent=shape.rope.share,
         rotary_base=shape.rope.theta,
         rope_scaling=shape.rope.kind == "llama3",
         rope_scaling_factor=shape.rope.factor,

@@ -16,10 +16,15 @@ _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: `default`, `llama3` (one factor) or, for latent attention, `yarn`."""
+    """Rotary embedding: `default`, `llama3` (one factor) or, for latent attention, `yarn`.
+
+    Args:
+        share: of a head's dimensions, from the first, that are rotated; the rest stay as they are.
+    """
 
     kind: str
     theta: float
+    share: float = 1.0
     factor: float = 1.0
     original_length: int = 4096
     beta_fast: float = 32.0
@@ -162,14 +167,27 @@ def _qwen3_moe(facts: Mapping[str, Any]) -> ModelShape:
 
 
 def _deepseek_v3(facts: Mapping[str, Any]) -> ModelShape:
+    return _latent_with_experts(facts, _sparse_after_dense(facts))
+
+
+def _glm4_moe_lite(facts: Mapping[str, Any]) -> ModelShape:
+    return _latent_with_experts(facts, tuple(kind == "sparse" for kind in facts["mlp_layer_types"]))
+
+
+def _glm4_moe(facts: Mapping[str, Any]) -> ModelShape:
+    return ModelShape(
+        **_common(facts, rotates_part=True),
+        qkv_bias=bool(facts["attention_bias"]),
+        qk_norm=bool(facts["use_qk_norm"]),
+        experts=_sigmoid_experts(facts, _sparse_after_dense(facts)),
+    )
+
+
+def _latent_with_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
     if not facts.get("rope_interleave", True):
         raise _unlike("rope_interleave", False, "only interleaved rotary dimensions in latent attention")
-    if not facts["norm_topk_prob"]:
-        raise _unlike("norm_topk_prob", False, "sigmoid scores are always normalised")
-    top_k, number = facts["num_experts_per_tok"], facts.get("n_routed_experts") or facts["num_local_experts"]
-    layers, dense = facts["num_hidden_layers"], facts["first_k_dense_replace"]
     latent = Latent(
         q_rank=facts["q_lora_rank"] or None,
         kv_rank=facts["kv_lora_rank"],
@@ -177,19 +195,32 @@ def _deepseek_v3(facts: Mapping[str, Any]) -> ModelShape:
         rope_dim=facts["qk_rope_head_dim"],
         value_dim=facts["v_head_dim"],
     )
-    experts = Experts(
-        number=number,
+    common = {**_common(facts), "head_dim": latent.nope_dim + latent.rope_dim}
+    return ModelShape(**common, latent=latent, experts=_sigmoid_experts(facts, is_sparse))
+
+
+def _sparse_after_dense(facts: Mapping[str, Any]) -> tuple[bool, ...]:
+    return tuple(i >= facts["first_k_dense_replace"] for i in range(facts["num_hidden_layers"]))
+
+
+def _sigmoid_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> Experts:
+    """Experts as DeepSeek-V3 has them: a bias beside sigmoid scores chooses, and some are shared by all tokens."""
+    top_k = facts["num_experts_per_tok"]
+    if not facts["norm_topk_prob"]:
+        raise _unlike("norm_topk_prob", False, "sigmoid scores are always normalised")
+    if top_k == 1:
+        raise _unlike("norm_topk_prob", True, "with one expert a token the weight is the score itself")
+    return Experts(
+        number=facts.get("n_routed_experts") or facts["num_local_experts"],
         top_k=top_k,
         width=facts["moe_intermediate_size"],
-        is_sparse=tuple(i >= dense for i in range(layers)),
+        is_sparse=is_sparse,
         score="sigmoid",
         scaling=facts["routed_scaling_factor"],
         groups=_groups(facts["n_group"], facts["topk_group"], top_k),
         shared_width=facts["moe_intermediate_size"] * facts["n_shared_experts"],
         has_bias=True,
     )
-    common = {**_common(facts), "head_dim": latent.nope_dim + latent.rope_dim}
-    return ModelShape(**common, latent=latent, experts=experts)
 
 
 def _groups(number: int, chosen: int, top_k: int) -> tuple[int, int] | None:
@@ -207,10 +238,16 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
 }
 
 
-def _common(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _common(facts: Mapping[str, Any], *, rotates_part: bool = False) -> dict[str, Any]:
+    """
+    Args:
+        rotates_part: the family may rotate a part of each head.
+    """
     heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
     return {
         "model_type": facts["model_type"],
@@ -223,30 +260,32 @@ def _common(facts: Mapping[str, Any]) -> dict[str, Any]:
         "ffn_width": facts["intermediate_size"],
         "norm_eps": facts["rms_norm_eps"],
         "max_length": facts["max_position_embeddings"],
-        "rope": _rope(facts),
+        "rope": _rope(facts, rotates_part),
         "is_tied": bool(facts.get("tie_word_embeddings")),
         "pad_id": facts.get("pad_token_id"),
     }
 
 
-def _rope(facts: Mapping[str, Any]) -> Rope:
+def _rope(facts: Mapping[str, Any], rotates_part: bool) -> Rope:
     given = dict(facts.get("rope_parameters") or {})
     kind, theta = given.pop("rope_type", "default"), float(given.pop("rope_theta", 10000.0))
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unlike("partial_rotary_factor", given["partial_rotary_factor"], "only whole heads are rotated")
+    share, is_latent = float(given.get("partial_rotary_factor", 1.0)), bool(facts.get("kv_lora_rank"))
+    if share != 1.0 and not rotates_part:
+        raise _unlike("partial_rotary_factor", share, "rotation of whole heads only in this family")
     if kind == "default":
-        return Rope(kind, theta)
-    if kind == "llama3":
+        return Rope(kind, theta, share)
+    if kind == "llama3" and not is_latent:
         for name, fixed in _LLAMA3_FIXED.items():
             if given.get(name, fixed) != fixed:
                 raise _unlike(f"rope_parameters.{name}", given[name], f"only {fixed}")
-        return Rope(kind, theta, float(given["factor"]))
-    if kind == "yarn" and facts.get("kv_lora_rank"):
+        return Rope(kind, theta, share, float(given["factor"]))
+    if kind == "yarn" and is_latent:
         if given.get("attention_factor") is not None or not given.get("truncate", True):
             raise _unlike("rope_parameters", given, "neither attention_factor nor truncate = false")
         return Rope(
             kind,
             theta,
+            share,
             float(given["factor"]),
             int(given["original_max_position_embeddings"]),
             float(given.get("beta_fast") or 32.0),
@@ -254,7 +293,7 @@ def _rope(facts: Mapping[str, Any]) -> Rope:
             float(given.get("mscale") or 1.0),
             float(given.get("mscale_all_dim") or 0.0),
         )
-    raise _unlike("rope_parameters.rope_type", kind, "default, llama3, and yarn with latent attention")
+    raise _unlike("rope_parameters.rope_type", kind, "default, llama3 without and yarn with latent attention")
 
 
 def _unlike(name: str, value: Any, has: str) -> ConfigError:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rllaunch.backends.base import Bucket, LaunchContext, TensorSlice, WeightSink
+from rllaunch.backends.base import Bucket, LaunchContext, TensorSlice, WeightSink, joined_with
 from rllaunch.backends.embedded.layout import dtype_name
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.shared_file import SharedFile
@@ -51,6 +51,39 @@ def bucket_bytes(context: LaunchContext, shape: ModelShape) -> int:
     return min(asked, whole)
 
 
+@dataclass(frozen=True)
+class Group:
+    """Tensors that may not be parted.
+
+    Args:
+        offsets: of each, in bytes, where the first lies at the bucket's beginning.
+        nbytes: of all, with what lies between them.
+    """
+
+    tensors: tuple[tuple[str, Tensor], ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+
+def in_groups(named: Iterable[tuple[str, Tensor]]) -> Iterator[Group]:
+    """An update's tensors, those together that an engine must be given together: they come one after the other."""
+    waiting = iter(named)
+    for name, tensor in waiting:
+        group = [(name, tensor)]
+        if (other := joined_with(name)) is not None:
+            group.append(next(waiting))
+            assert group[1][0] == other, f"{other} follows {name}"
+        offsets, end = [], 0
+        for _, one in group:
+            offsets.append(aligned(end))
+            end = offsets[-1] + one.nbytes
+        yield Group(tuple(group), tuple(offsets), end)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 @dataclass
 class _Filling:
     tensors: list[TensorSlice] = field(default_factory=list)
@@ -58,7 +91,7 @@ class _Filling:
 
 
 class BucketSender:
-    """Fills one file in shared memory again and again; a tensor larger than a bucket has one of its own.
+    """Fills one file in shared memory again and again; a group larger than a bucket has one of its own.
 
     Args:
         limit: bytes of a bucket.
@@ -72,23 +105,25 @@ class BucketSender:
         """Bytes sent."""
         sent = 0
         filling = _Filling()
-        for name, tensor in named:
-            offset = -(-filling.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            if filling.tensors and offset + tensor.nbytes > self._limit:
+        for group in in_groups(named):
+            begin = aligned(filling.nbytes)
+            if filling.tensors and begin + group.nbytes > self._limit:
                 sent += self._flush(filling, sink)
-                filling, offset = _Filling(), 0
-            self._copy(tensor, offset)
-            filling.tensors.append(TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset))
-            filling.nbytes = offset + tensor.nbytes
+                filling, begin = _Filling(), 0
+            file = self._file_of(begin + group.nbytes)
+            for (name, tensor), offset in zip(group.tensors, group.offsets, strict=True):
+                target = file.bytes[begin + offset : begin + offset + tensor.nbytes]
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                filling.tensors.append(TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), begin + offset))
+            filling.nbytes = begin + group.nbytes
         return sent + self._flush(filling, sink)
 
-    def _copy(self, tensor: Tensor, offset: int) -> None:
-        needed = max(self._limit, offset + tensor.nbytes)
+    def _file_of(self, nbytes: int) -> SharedFile:
+        needed = max(self._limit, nbytes)
         if self._file is None or self._file.nbytes < needed:
-            # Only a tensor beyond the limit grows it, and such a one comes first in its bucket.
+            # Only a group beyond the limit grows it, and such a one comes first in its bucket.
             self._file = SharedFile(self._path, needed)
-        target = self._file.bytes[offset : offset + tensor.nbytes]
-        target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return self._file
 
     def _flush(self, filling: _Filling, sink: WeightSink) -> int:
         if filling.tensors:

@@ -84,8 +84,10 @@ def _latent_attention(has_query_latent: bool, at: str, of: str, layer: int) -> I
         latents.insert(0, ("q", "q_a_proj", "q_b_proj"))
     else:
         yield Entry((f"{at}.linear_q_proj.weight",), (f"{of}.q_proj.weight",), split=0, layer=layer)
-    for part, down, up in latents:
+    # One after the other: a weight update may not part them (`joined_with`).
+    for part, down, _ in latents:
         yield Entry((f"{at}.linear_{part}_down_proj.weight",), (f"{of}.{down}.weight",), split=0, layer=layer)
+    for part, _, up in latents:
         norms = (f"{at}.{part}_layernorm.weight", f"{at}.linear_{part}_up_proj.layer_norm_weight")
         yield Entry(norms, (f"{of}.{part}_a_layernorm.weight",), layer=layer)
         yield Entry((f"{at}.linear_{part}_up_proj.weight",), (f"{of}.{up}.weight",), split=0, layer=layer)

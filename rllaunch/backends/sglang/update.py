@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rllaunch.backends.base import Bucket, TensorSlice
+from rllaunch.backends.base import Bucket, TensorSlice, joined_with
 from rllaunch.backends.embedded.layout import dtype_of, nbytes_of
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.errors import RunError
@@ -66,8 +66,9 @@ class Names:
         """The slices as the engine is to be given them.
 
         Raises:
-            RunError: the engine loaded no tensor of that name.
+            RunError: the engine loaded no tensor of that name, or would forget one.
         """
+        self._check_joined(tensors)
         if self._known is None:
             return list(as_checkpoint(tensors))
         taken: list[TensorSlice] = []
@@ -81,6 +82,16 @@ class Names:
             )
         self._missing -= {t.name for t in taken}
         return taken
+
+    def _check_joined(self, tensors: Sequence[TensorSlice]) -> None:
+        names = {t.name for t in tensors}
+        if parted := [n for n in names if (other := joined_with(n)) is not None and other not in names]:
+            raise RunError(
+                f"{self._owner} would forget {min(parted)}: it is joined with {joined_with(min(parted))}, which is "
+                "in another bucket",
+                "handoff.update_weight_buffer_size",
+                "make it larger: --update-weight-buffer-size",
+            )
 
     def end(self, version: int, *, is_whole: bool) -> None:
         """
