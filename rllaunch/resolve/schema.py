@@ -314,7 +314,7 @@ class Run(Section):
     """Directory of the run; empty: `runs/MODEL-HARDWARE-TIME`."""
     record_pss: Annotated[bool, Flag("--record-pss")] = False
     """Read the host memory of trainer ranks and engines by themselves after every step (PSS; `events.jsonl` has the
-    largest as `pss_bytes`). The kernel walks page tables for it, 4 to 19 ms a GiB, which counts into the step's seconds."""
+    largest as `pss_bytes`). The kernel walks page tables for it, 4 to 19 ms a GiB, counted in the step's seconds."""
     disk_reserve_bytes: Bytes = 64 * 2**20
     """Free bytes the run directory's disk must keep beyond the checkpoints."""
     torch_num_threads: int = Field(default=1, ge=1)
