@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from rllaunch.backends.base import TensorSlice
 from rllaunch.backends.embedded.layout import lay_out
 from rllaunch.backends.embedded.model import build_model
-from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, write_checkpoint
+from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, of_layers, write_checkpoint
 from rllaunch.backends.sglang.update import Names, relay
 from rllaunch.errors import RunError
 
@@ -143,3 +143,9 @@ class _Calls:
 def test_a_handle_calls_nothing():
     with pytest.raises(RunError, match=r"names (posix|nt).system, which no CUDA tensor does"):
         relay(pickle.dumps(_Calls()))
+
+
+def test_layers_that_predict_further_tokens_are_no_part_of_an_update():
+    names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight")
+    further = ("model.layers.10.eh_proj.weight", "model.layers.10.shared_head.head.weight")
+    assert tuple(of_layers(dict.fromkeys((*names, *further), 1), 10)) == names

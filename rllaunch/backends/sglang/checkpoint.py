@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,6 +43,13 @@ def checkpoint_tensors(directory: str) -> dict[str, int] | None:
                 bits = _BITS.get(piece.get_dtype(), 8)
                 sizes[name] = math.prod(piece.get_shape()) * bits // 8
     return sizes or None
+
+
+def of_layers(tensors: Mapping[str, int], num_layers: int) -> dict[str, int]:
+    """Without those of layers behind the model's own, which predict further tokens: an engine that speculates loads
+    them, others do not, and no update brings them."""
+    found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+    return {n: tensors[n] for n, match in found.items() if match is None or int(match[1]) < num_layers}
 
 
 # safetensors' names of types wider or narrower than a byte; every other type is a byte.

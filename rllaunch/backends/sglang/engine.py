@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, Slot
-from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of
+from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, of_layers
 from rllaunch.backends.sglang.options import given, meeting_point
 from rllaunch.backends.sglang.part import NodePart
 from rllaunch.backends.sglang.state import EngineState
@@ -67,6 +67,9 @@ class SglangEngine(NodePart):
         with self._lock, self.state.starting():
             path = self._model_path()
             tensors = checkpoint_tensors(path)
+            layers = context.config.model.architecture.get("num_hidden_layers")
+            if tensors and layers and not given(context).get("speculative_algorithm"):
+                tensors = of_layers(tensors, layers)
             self._names = Names(self.name, tensors)
             self._must_be_whole = not context.config.model.hf_checkpoint
             self._pad_id, self._eos_ids = ids_of(context)
