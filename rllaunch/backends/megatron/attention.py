@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
@@ -104,6 +106,17 @@ class TorchAttention(nn.Module):
             and v_KGE.shape[-1] <= width
             and not (self._dropout and self.training)
         )
+
+
+def drop_tables() -> None:
+    """Forget what is kept on the device for rows of lengths seen before: it is made anew for the next.
+
+    Megatron-core (0.16.1) keeps the rotary angles of the last 32 lengths with the class, whatever becomes of the model,
+    and packed rows differ in length nearly every time: 469 MiB for heads of 128 and 30 thousand positions.
+    """
+    for kept in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward, segments):
+        if clear := getattr(kept, "cache_clear", None):
+            clear()
 
 
 def _varlen_attention() -> Any:
