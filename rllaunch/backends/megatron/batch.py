@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -75,6 +75,7 @@ class Work:
     Args:
         num_tokens_B: positions of each sample that are needed, on the host; at least one.
         advantage_BL: 0 until a critic has judged the work, where there is one.
+        parts: micro-batches of the rows asked for already: every pass over them asks.
     """
 
     share: Share
@@ -87,6 +88,7 @@ class Work:
     reward_B: Tensor
     advantage_BL: Tensor
     judgement: Judgement | None = None
+    parts: dict[tuple[int, ...], list[Part]] = field(default_factory=dict, repr=False)
 
     @property
     def width(self) -> int:
@@ -173,7 +175,11 @@ def micro_batches(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
 
     Ranks exchange activations in the middle of a layer (experts) or of a pass (stages), so that none may have fewer.
     """
-    return _packed_parts(work, rows, config) if work.share.is_packed else _padded_parts(work, rows, config)
+    asked = tuple(rows.tolist())
+    if asked not in work.parts:
+        make = _packed_parts if work.share.is_packed else _padded_parts
+        work.parts[asked] = make(work, rows, config)
+    return work.parts[asked]
 
 
 def _padded_parts(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
@@ -222,13 +228,36 @@ def _groups(lens: Sequence[int], config: LaunchConfig, share: Share) -> list[lis
         limit = trainer.max_tokens_per_gpu * share.context_size
         if share.num_stages > 1:
             limit = max(limit, *lens)  # all rows are as long as the longest one, so they may as well be full
-        count = max(1, -(-sum(min(n, limit) for n in lens) // (limit * size)))
-        while True:
-            groups = _evenly(lens, count * size, len(lens))
-            if all(len(g) <= 1 or sum(lens[i] for i in g) <= limit for g in groups):
-                break
-            count += 1
+        groups = _within(lens, limit, size)
     return sorted(groups, key=lambda g: -sum(lens[i] for i in g))
+
+
+def _within(lens: Sequence[int], limit: int, size: int) -> list[list[int]]:
+    """Groups of no more than `limit` positions, or of one sample, in a number that `size` divides and nearly the least.
+
+    More groups mostly hold less each, so where the bounds are too few the number is looked for in steps that double,
+    then in halves: one by one it would take as many tries as there are samples when two of them rarely fit together.
+    """
+
+    def dealt(count: int) -> list[list[int]] | None:
+        groups = _evenly(lens, count * size, len(lens))
+        fits = all(len(group) <= 1 or sum(lens[i] for i in group) <= limit for group in groups)
+        return groups if fits else None
+
+    alone = sum(2 * n > limit for n in lens)
+    low = max(1, -(-sum(min(n, limit) for n in lens) // (limit * size)), -(-alone // size))
+    most = max(low, -(-len(lens) // size))
+    high, step = low, 1
+    while (found := dealt(high)) is None:
+        assert high < most, "as many groups as samples hold one each"
+        low, high, step = high + 1, min(high + step, most), 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        if (fewer := dealt(middle)) is None:
+            low = middle + 1
+        else:
+            found, high = fewer, middle
+    return found
 
 
 def _evenly(lens: Sequence[int], number: int, most: int) -> list[list[int]]:
