@@ -178,6 +178,37 @@ def test_ranks_that_share_samples_have_chunks_of_each_from_both_ends(is_packed: 
             assert predicted[number, at] == (ids[at], token)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_micro_batches_ask_nothing_of_the_device(is_packed: bool) -> None:
+    """On torch's device without storage there is nothing to ask: what must read a value there fails."""
+    context = launch_of(micro_batch_size=8)
+    batch, rows, share = uneven(context), torch.tensor([3, 0, 6]), Share(is_packed, context_rank=1, context_size=2)
+    _, (here,) = micros_of(context, batch, rows, share)
+    work = make_work(batch, context.config, "meta", share)
+    (micro,) = [take(work, part) for part in micro_batches(work, rows, context.config)]
+    values_M = torch.zeros(len(micro.row_M), device="meta", requires_grad=True)
+    per_response_bL = replace(micro, context_group=None).per_response(values_M)
+    per_response_bL.sum().backward()
+    assert per_response_bL.shape == micro.mask_bL.shape == here.mask_bL.shape
+    for name in ("ids", "position", "place_M", "row_M", "token_M", "rows_b"):
+        assert getattr(micro, name).is_meta
+        assert getattr(micro, name).shape == getattr(here, name).shape
+
+
+def test_values_stand_where_their_tokens_do_and_their_gradients_go_back() -> None:
+    context = launch_of(micro_batch_size=8)
+    batch = uneven(context)
+    work, (micro,) = micros_of(context, batch, torch.tensor([3, 0, 6]), Share())
+    values_M = torch.arange(1.0, len(micro.row_M) + 1).requires_grad_()
+    found_bL = micro.per_response(values_M)
+    want_bL = torch.zeros_like(found_bL)
+    want_bL[work.mask_BL[micro.rows_b] > 0] = values_M.detach()
+    assert torch.equal(found_bL, want_bL)
+    (found_bL * found_bL.detach()).sum().backward()
+    assert values_M.grad is not None
+    assert torch.equal(values_M.grad, values_M.detach())
+
+
 def tokens_read(trainer: Any) -> list[int]:
     """Fills with the positions of every forward pass of the policy."""
     counts: list[int] = []
