@@ -84,6 +84,9 @@ class TorchAttention(nn.Module):
         if num_queries != num_keys:
             # With `is_causal` the first query would see one key.
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+            # Of torch's kernels on a GPU only the one that holds all scores takes a mask beside shared keys.
+            shared_by = q.shape[-3] // k.shape[-3]
+            k, v = k.repeat_interleave(shared_by, dim=-3), v.repeat_interleave(shared_by, dim=-3)
         return nn.functional.scaled_dot_product_attention(
             q,
             k,
