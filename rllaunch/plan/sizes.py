@@ -411,7 +411,9 @@ class _Trainer:
         inputs = 2 * self.arch.hidden_size // sequence * len(layers)
         if self.config.trainer.recompute_granularity == "full":
             return int(tokens * (inputs * in_flight + max((size for size, _ in per_layer), default=0)))
-        return int(tokens * in_flight * sum(size * count for size, count in per_layer))
+        kept = in_flight * sum(size * count for size, count in per_layer)
+        again = max((self._gathered_bytes_per_token(layer) for layer, _ in kinds_of(self.arch, layers)), default=0)
+        return int(tokens * (kept + again))
 
     def _in_flight(self, index: int) -> int:
         """Micro-batches whose activations a stage holds at once (one forward, one backward)."""
@@ -421,35 +423,66 @@ class _Trainer:
     def _layer_bytes_per_token(self, layer: Layer) -> float:
         """What each matrix puts out, two residual streams, two norms; routed experts as often as they are chosen.
 
-        With context parallelism also the other ranks' keys and values, unless attention is computed again.
+        With context parallelism the keys and values that the rank's queries read, in place of its own, unless attention
+        is computed again.
         """
         trainer = self.config.trainer
         sequence = self.tp if trainer.sequence_parallel else 1
-        gathered = self.cp - 1 if trainer.recompute_granularity != "selective" else 0
+        keeps_gathered = self.cp > 1 and trainer.recompute_granularity != "selective"
         elements = 4 * self.arch.hidden_size / sequence
+        if keeps_gathered:
+            elements += _read_elements(layer, self.cp) / self.tp
         for weight in layer.weights:
-            if len(weight.shape) < 2:
+            if len(weight.shape) < 2 or (keeps_gathered and _of_attention(weight) in _KEYS_AND_VALUES):
                 continue
             # gpt-oss has its experts' matrices the other way round.
             out = weight.shape[-1 if weight.is_expert and self.arch.model_type == "gpt_oss" else -2]
             if weight.is_expert:
                 elements += self.arch.num_experts_per_tok * (out + self.arch.hidden_size) / self.etp
             elif weight.split == "column":
-                is_gathered = weight.name.removeprefix("self_attn.") in _KEYS_AND_VALUES
-                elements += out / self.tp * (1 + gathered if is_gathered else 1)
+                elements += out / self.tp
             else:
                 elements += out / sequence
         return 2 * elements
+
+    def _gathered_bytes_per_token(self, layer: Layer) -> float:
+        """What attention that is computed again holds while it is: all ranks' keys and values, and those read."""
+        if self.cp == 1 or self.config.trainer.recompute_granularity != "selective":
+            return 0
+        return 2 * (self.cp * sum(_keys_and_values(layer)) + _read_elements(layer, self.cp)) / self.tp
 
     def _matrix_elements(self, layer: Layer) -> int:
         matrices = [w for w in layer.weights if len(w.shape) >= 2 and w.split in ("column", "row")]
         return sum(_cut(matrices, self.tp, self.ep, self.etp))
 
 
-# Of latent attention it is the heads' keys that context-parallel ranks gather, not the latents.
 _KEYS_AND_VALUES = frozenset({"k_proj.weight", "v_proj.weight", "kv_b_proj.weight"})
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
+
+
+def _of_attention(weight: Weight) -> str:
+    return weight.name.removeprefix("self_attn.")
+
+
+def _keys_and_values(layer: Layer) -> tuple[int, int]:
+    """Elements of a token's keys and of its values, of all heads; of latents what the heads make of them."""
+    shapes = {_of_attention(w): w.shape for w in layer.weights}
+    if "kv_b_proj.weight" in shapes:  # a key is as wide as a query
+        queries = shapes.get("q_b_proj.weight") or shapes["q_proj.weight"]
+        return queries[0], shapes["o_proj.weight"][1]
+    keys, values = shapes.get("k_proj.weight", (0,)), shapes.get("v_proj.weight", (0,))
+    return keys[0], values[0]
+
+
+def _read_elements(layer: Layer, cp: int) -> float:
+    """Elements of keys and values that the queries of a context-parallel rank read, for each of its tokens.
+
+    Its chunks r and 2·CP - 1 - r, half its tokens each, read r + 1 and 2·CP - r chunks. Values that are narrower than
+    keys are there a second time, as wide.
+    """
+    keys, values = _keys_and_values(layer)
+    return (cp + 0.5) * (keys + values + (keys if values != keys else 0))
 
 
 def is_adaptable(weight: Weight) -> bool:

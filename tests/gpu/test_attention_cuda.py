@@ -93,6 +93,29 @@ def test_two_ranks_that_share_samples_give_what_one_gives(name: str, monkeypatch
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_each_sample_lies_is_moved_without_a_wait(ranks: int) -> None:
+    from rllaunch.backends.megatron.context import segments
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = segments((4, 700, 64, 1024), ranks, ranks - 1, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.bounds[0].tolist()[-1] == 1792 // ranks
+
+
+@pytest.mark.parametrize("name", ["as many keys", "shared keys"])
+def test_without_the_kernel_ranks_that_share_samples_hold_no_scores(name: str) -> None:
+    """In float32 no kernel takes several samples; of torch's others only those without a matrix of scores are let in."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    N, G, D, E, _ = HEADS[name]
+    q, k, v = (torch.randn(1, heads, 64, width, device="cuda") for heads, width in ((N, D), (G, D), (G, E)))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+        attention_of(None)._attend(q[:, :, :16], k, v)
+
+
 def test_a_packed_row_is_faster_than_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from rllaunch.backends.megatron import attention
 

@@ -272,7 +272,8 @@ def test_sequence_parallel_cuts_what_tensor_parallel_leaves_whole():
 
 def test_a_micro_batch_by_samples_is_as_long_as_they_can_get_and_context_parallel_cuts_it():
     words = f"{SMALL} --recompute-granularity full --micro-batch-size 2 --rollout-max-context-len 6000 --context-parallel-size 2"
-    gathered = 2 * 2 * 1024  # the other rank's keys and values of the one layer that is computed again
+    # The rank's queries read 2.5 times its own keys and values; of the one layer that is computed again they are there.
+    gathered = 2 * 3 * 1024
     kept = 2 * 1024 * 28 + SMALL_TOKEN + gathered + 151936 * 4 * int(c.LOGITS_COPIES.value)
     assert sizes(words).gpu["activations"] == 6000 * kept
 
@@ -421,13 +422,30 @@ def test_ranks_that_load_little_are_not_counted_at_what_large_models_were_seen_t
     )
 
 
-def test_context_parallel_ranks_keep_each_others_keys_and_values_unless_attention_is_computed_again():
+def test_context_parallel_ranks_keep_the_keys_and_values_they_read_unless_attention_is_computed_again():
     def activations(more: str) -> int:
         words = f"{SMALL} --max-tokens-per-gpu 8192 --rollout-max-response-len 8192 --megatron-transformer-impl transformer_engine"
         return sizes(f"{words} {more}").gpu["activations"]
 
-    # 28 layers keep 8192 tokens' keys and values of three more ranks: 8 heads of 128 each, in bf16.
-    extra = 28 * 8192 * 3 * 2 * 8 * 128 * 2
+    # Of four ranks each has two of eight chunks, which read 9 in all: 4.5 times its 8192 tokens, 8 heads of 128, in bf16.
+    own = 8192 * 2 * 8 * 128 * 2
+    assert activations("--context-parallel-size 4") - activations("") == 28 * (4.5 - 1) * own
+    # Computed again, one layer's are there at a time, and beside those that are read those of all ranks.
     again = activations("--context-parallel-size 4 --recompute-granularity selective")
-    assert activations("--context-parallel-size 4") - activations("") == extra
-    assert again == activations("--recompute-granularity selective")
+    assert again - activations("--recompute-granularity selective") == (4 + 4.5) * own
+
+
+@pytest.mark.parametrize("again", ["none", "selective"])
+def test_context_parallel_ranks_keep_the_heads_keys_of_latents_and_values_as_wide_as_keys_beside_them(again: str):
+    def activations(cp: int) -> int:
+        words = "--model deepseek-v3 --hardware H200 --num-nodes 2 --tensor-model-parallel-size 4 --expert-model-parallel-size 16 "
+        words += (
+            "--megatron-transformer-impl transformer_engine --max-tokens-per-gpu 8192 --rollout-max-response-len 8192 "
+        )
+        return sizes(f"{words} --context-parallel-size {cp} --recompute-granularity {again}").gpu["activations"]
+
+    # A head's key is 128 + 64 wide, its value 128, of which attention takes a copy that is 192 wide. 32 heads a rank.
+    read, all_ranks = 2.5 * 32 * (192 + 128 + 192), 2 * 32 * (192 + 128)
+    made_of_latents = 32 * (128 + 128)
+    per_token = 61 * (read - made_of_latents) if again == "none" else read + all_ranks
+    assert activations(2) - activations(1) == 8192 * 2 * per_token

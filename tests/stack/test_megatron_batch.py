@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -114,6 +115,24 @@ def test_packed_rows_hold_as_many_tokens_as_they_may_and_as_many_on_every_rank(s
     assert len(shapes[0]) == -(-sum(lens) // (limit * size))
 
 
+@pytest.mark.parametrize(("shortest", "longest"), [(1030, 1500), (690, 900)])
+def test_samples_that_hardly_fit_together_are_dealt_in_no_time(shortest: int, longest: int) -> None:
+    """Tried one micro-batch more at a time they took 13 seconds, on every rank in every pass."""
+    context = launch_of(micro_batch_size=None, max_tokens_per_gpu=2048)
+    share, rows = Share(data_size=8), torch.arange(8192)
+    work = make_work(uneven(context), context.config, "cpu", share)
+    lens_B = torch.randint(shortest, longest + 1, (8192,), generator=torch.Generator().manual_seed(0))
+    work = replace(work, num_tokens_B=lens_B)
+    begun = time.process_time()
+    parts = micro_batches(work, rows, context.config)
+    assert time.process_time() - begun < 3
+    per_row = 2048 // longest
+    assert len(parts) == 8192 // 8 // per_row
+    assert {len(part.rows_b) for part in parts} == {per_row}
+    assert all(int(lens_B[part.rows_b].sum()) <= part.num_positions <= 2048 for part in parts)
+    assert micro_batches(work, rows, context.config) is parts, "the next pass over them need not ask again"
+
+
 def test_a_sample_beyond_the_limit_is_one_by_itself() -> None:
     context = launch_of(micro_batch_size=None, max_tokens_per_gpu=9)
     batch = uneven(context)
@@ -157,6 +176,37 @@ def test_ranks_that_share_samples_have_chunks_of_each_from_both_ends(is_packed: 
         for t, token in enumerate(response):
             at = int(batch.prompt_lens_B[row]) - 1 + t
             assert predicted[number, at] == (ids[at], token)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_micro_batches_ask_nothing_of_the_device(is_packed: bool) -> None:
+    """On torch's device without storage there is nothing to ask: what must read a value there fails."""
+    context = launch_of(micro_batch_size=8)
+    batch, rows, share = uneven(context), torch.tensor([3, 0, 6]), Share(is_packed, context_rank=1, context_size=2)
+    _, (here,) = micros_of(context, batch, rows, share)
+    work = make_work(batch, context.config, "meta", share)
+    (micro,) = [take(work, part) for part in micro_batches(work, rows, context.config)]
+    values_M = torch.zeros(len(micro.row_M), device="meta", requires_grad=True)
+    per_response_bL = replace(micro, context_group=None).per_response(values_M)
+    per_response_bL.sum().backward()
+    assert per_response_bL.shape == micro.mask_bL.shape == here.mask_bL.shape
+    for name in ("ids", "position", "place_M", "row_M", "token_M", "rows_b"):
+        assert getattr(micro, name).is_meta
+        assert getattr(micro, name).shape == getattr(here, name).shape
+
+
+def test_values_stand_where_their_tokens_do_and_their_gradients_go_back() -> None:
+    context = launch_of(micro_batch_size=8)
+    batch = uneven(context)
+    work, (micro,) = micros_of(context, batch, torch.tensor([3, 0, 6]), Share())
+    values_M = torch.arange(1.0, len(micro.row_M) + 1).requires_grad_()
+    found_bL = micro.per_response(values_M)
+    want_bL = torch.zeros_like(found_bL)
+    want_bL[work.mask_BL[micro.rows_b] > 0] = values_M.detach()
+    assert torch.equal(found_bL, want_bL)
+    (found_bL * found_bL.detach()).sum().backward()
+    assert values_M.grad is not None
+    assert torch.equal(values_M.grad, values_M.detach())
 
 
 def tokens_read(trainer: Any) -> list[int]:

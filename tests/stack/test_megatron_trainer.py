@@ -13,15 +13,18 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, assert_trained_alike, critic_of, free_port
+from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, YARN, assert_trained_alike, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
+from rllaunch.backends.megatron.attention import drop_tables
+from rllaunch.backends.megatron.context import segments
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.trainer import MegatronTrainer
 from rllaunch.backends.megatron.weights import unstack_experts
@@ -238,6 +241,22 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
         assert {n: (id(t), t.data_ptr() - t.untyped_storage().data_ptr()) for n, t in tensors.items()} == views
         for name, tensor in again.items():
             assert torch.equal(tensor, kept[name]), name
+
+
+@pytest.mark.parametrize("does", ["offload", "clear_memory", "shutdown"])
+@pytest.mark.parametrize("rope", ["default", "yarn"])
+def test_tables_of_lengths_seen_before_are_let_go_with_the_rest(rope: str, does: str, started: Any) -> None:
+    architecture = {**DEEPSEEK, "rope_parameters": YARN} if rope == "yarn" else QWEN3
+    options = HandoffOptions(engine_weights="discard")
+    trainer = started(
+        MegatronTrainer, launch(options=options, architecture=architecture, trainer={"micro_batch_size": 1})
+    )
+    drop_tables()
+    trainer.train(make_batch(trainer.context))
+    kept = {(YarnRotaryEmbedding if rope == "yarn" else RotaryEmbedding).forward, segments}
+    assert all(table.cache_info().currsize > 1 for table in kept)
+    getattr(trainer, does)()
+    assert all(table.cache_info().currsize == 0 for table in kept)
 
 
 def test_an_arena_that_an_embedded_engine_sizes_otherwise_is_refused(started: Any) -> None:

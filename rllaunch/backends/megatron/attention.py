@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
@@ -82,6 +84,9 @@ class TorchAttention(nn.Module):
         if num_queries != num_keys:
             # With `is_causal` the first query would see one key.
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+            # Of torch's kernels on a GPU only the one that holds all scores takes a mask beside shared keys.
+            shared_by = q.shape[-3] // k.shape[-3]
+            k, v = k.repeat_interleave(shared_by, dim=-3), v.repeat_interleave(shared_by, dim=-3)
         return nn.functional.scaled_dot_product_attention(
             q,
             k,
@@ -104,6 +109,17 @@ class TorchAttention(nn.Module):
             and v_KGE.shape[-1] <= width
             and not (self._dropout and self.training)
         )
+
+
+def drop_tables() -> None:
+    """Forget what is kept on the device for rows of lengths seen before: it is made anew for the next.
+
+    Megatron-core (0.16.1) keeps the rotary angles of the last 32 lengths with the class, whatever becomes of the model,
+    and packed rows differ in length nearly every time: 469 MiB for heads of 128 and 30 thousand positions.
+    """
+    for kept in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward, segments):
+        if clear := getattr(kept, "cache_clear", None):
+            clear()
 
 
 def _varlen_attention() -> Any:

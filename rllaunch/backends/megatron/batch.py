@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rllaunch.algo.advantages import group_advantages
 from rllaunch.backends.base import TrainBatch
-from rllaunch.backends.megatron.context import positions_here
+from rllaunch.backends.megatron.context import moved, positions_here
 from rllaunch.resolve.schema import LaunchConfig
 
 
@@ -69,12 +69,17 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Work:
-    """All samples, on the device. A row's first token stands in its first column, padding only at its end, so that
-    causal attention needs no mask.
+    """All samples. A row's first token stands in its first column, padding only at its end, so that causal attention
+    needs no mask.
+
+    What micro-batches are put together of is on the host, since asking the device would wait for all that is queued
+    there; what losses are made of is on the device.
 
     Args:
-        num_tokens_B: positions of each sample that are needed, on the host; at least one.
+        num_tokens_B: positions of each sample that are needed; at least one.
+        ids_BS, num_tokens_B, prompt_lens_B, response_BL, is_response_BL: on the host.
         advantage_BL: 0 until a critic has judged the work, where there is one.
+        parts: micro-batches of the rows asked for already: every pass over them asks.
     """
 
     share: Share
@@ -82,11 +87,13 @@ class Work:
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
     response_BL: Tensor
+    is_response_BL: Tensor
     mask_BL: Tensor
     old_logp_BL: Tensor
     reward_B: Tensor
     advantage_BL: Tensor
     judgement: Judgement | None = None
+    parts: dict[tuple[int, ...], list[Part]] = field(default_factory=dict, repr=False)
 
     @property
     def width(self) -> int:
@@ -112,8 +119,8 @@ class MicroBatch:
 
     Args:
         ids, position: of this rank, [b, r/b], or [1, r] where samples are packed.
-        here_bL: the real response tokens that this rank predicts; with all context-parallel ranks' it is the mask.
-        row_M, token_M: for each of those the position here, [r], that predicts it, and the token.
+        place_M, row_M, token_M: for each real response token that this rank predicts where it stands in [b·L], the
+            position here, [r], that predicts it, and the token.
         packed: of packed samples, whole, with what fills up the row as one more.
     """
 
@@ -121,7 +128,7 @@ class MicroBatch:
     ids: Tensor
     position: Tensor
     mask_bL: Tensor
-    here_bL: Tensor
+    place_M: Tensor
     row_M: Tensor
     token_M: Tensor
     packed: Any = None
@@ -132,7 +139,8 @@ class MicroBatch:
 
         Gradients flow back, each to the rank that has the value: every rank computes the same loss from them.
         """
-        found_bL = torch.zeros_like(self.mask_bL, dtype=values_M.dtype).masked_scatter(self.here_bL, values_M)
+        found_bL = torch.zeros_like(self.mask_bL, dtype=values_M.dtype)
+        found_bL = found_bL.flatten().scatter(0, self.place_M, values_M).view_as(found_bL)
         if self.context_group is None:
             return found_bL
         whole_bL: Tensor = reduce_from_tensor_model_parallel_region(found_bL, group=self.context_group)
@@ -157,10 +165,11 @@ def make_work(batch: TrainBatch, config: LaunchConfig, device: torch.device | st
         advantage_B = group_advantages(reward_B, group_size, normalize=normalize)
     return Work(
         share=share,
-        ids_BS=torch.from_numpy(taken_BS).to(device),
+        ids_BS=torch.from_numpy(taken_BS),
         num_tokens_B=torch.from_numpy(num_tokens_B),
-        prompt_lens_B=torch.from_numpy(batch.prompt_lens_B).to(device),
-        response_BL=torch.from_numpy(batch.response_ids_BL).to(device),
+        prompt_lens_B=torch.from_numpy(batch.prompt_lens_B),
+        response_BL=torch.from_numpy(batch.response_ids_BL),
+        is_response_BL=torch.from_numpy(batch.mask_BL.astype(bool)),
         mask_BL=torch.from_numpy(batch.mask_BL).to(device),
         old_logp_BL=torch.from_numpy(batch.logprob_BL).to(device),
         reward_B=reward_B.to(device),
@@ -173,7 +182,11 @@ def micro_batches(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
 
     Ranks exchange activations in the middle of a layer (experts) or of a pass (stages), so that none may have fewer.
     """
-    return _packed_parts(work, rows, config) if work.share.is_packed else _padded_parts(work, rows, config)
+    asked = tuple(rows.tolist())
+    if asked not in work.parts:
+        make = _packed_parts if work.share.is_packed else _padded_parts
+        work.parts[asked] = make(work, rows, config)
+    return work.parts[asked]
 
 
 def _padded_parts(work: Work, rows: Tensor, config: LaunchConfig) -> list[Part]:
@@ -222,13 +235,36 @@ def _groups(lens: Sequence[int], config: LaunchConfig, share: Share) -> list[lis
         limit = trainer.max_tokens_per_gpu * share.context_size
         if share.num_stages > 1:
             limit = max(limit, *lens)  # all rows are as long as the longest one, so they may as well be full
-        count = max(1, -(-sum(min(n, limit) for n in lens) // (limit * size)))
-        while True:
-            groups = _evenly(lens, count * size, len(lens))
-            if all(len(g) <= 1 or sum(lens[i] for i in g) <= limit for g in groups):
-                break
-            count += 1
+        groups = _within(lens, limit, size)
     return sorted(groups, key=lambda g: -sum(lens[i] for i in g))
+
+
+def _within(lens: Sequence[int], limit: int, size: int) -> list[list[int]]:
+    """Groups of no more than `limit` positions, or of one sample, in a number that `size` divides and nearly the least.
+
+    More groups mostly hold less each, so where the bounds are too few the number is looked for in steps that double,
+    then in halves: one by one it would take as many tries as there are samples when two of them rarely fit together.
+    """
+
+    def dealt(count: int) -> list[list[int]] | None:
+        groups = _evenly(lens, count * size, len(lens))
+        fits = all(len(group) <= 1 or sum(lens[i] for i in group) <= limit for group in groups)
+        return groups if fits else None
+
+    alone = sum(2 * n > limit for n in lens)
+    low = max(1, -(-sum(min(n, limit) for n in lens) // (limit * size)), -(-alone // size))
+    most = max(low, -(-len(lens) // size))
+    high, step = low, 1
+    while (found := dealt(high)) is None:
+        assert high < most, "as many groups as samples hold one each"
+        low, high, step = high + 1, min(high + step, most), 2 * step
+    while low < high:
+        middle = (low + high) // 2
+        if (fewer := dealt(middle)) is None:
+            low = middle + 1
+        else:
+            found, high = fewer, middle
+    return found
 
 
 def _evenly(lens: Sequence[int], number: int, most: int) -> list[list[int]]:
@@ -244,34 +280,42 @@ def _evenly(lens: Sequence[int], number: int, most: int) -> list[list[int]]:
 
 
 def take(work: Work, part: Part) -> MicroBatch:
-    share, device = work.share, work.ids_BS.device
+    """The micro-batch on the work's device, put together on the host: nothing waits for the device."""
+    share, device = work.share, work.mask_BL.device
     lens = _lengths(work, part)
     position_R = torch.cat([torch.arange(n) for n in lens])
     here_r = positions_here([n for n in lens if n], share.context_size, share.context_rank)
-    rows_b = part.rows_b.to(device)
-    is_real_b1 = (rows_b >= 0)[:, None]
-    rows_b = rows_b.clamp(min=0)
-    mask_bL = work.mask_BL[rows_b] * is_real_b1
-    here_bL = mask_bL.bool()
-    start_b = torch.tensor([0, *accumulate(lens)][: len(rows_b)], device=device)
-    at_bL = (start_b + work.prompt_lens_B[rows_b] - 1)[:, None] + torch.arange(mask_bL.shape[1], device=device)
+    is_real_b, rows_b = part.rows_b >= 0, part.rows_b.clamp(min=0)
+    start_b = torch.tensor([0, *accumulate(lens)][: len(rows_b)])
+    is_here_bL = work.is_response_BL[rows_b] & is_real_b[:, None]
+    at_bL = (start_b + work.prompt_lens_B[rows_b] - 1)[:, None] + torch.arange(is_here_bL.shape[1])
     if share.context_size > 1:
         number_R = torch.full((len(position_R),), -1)
         number_R[here_r] = torch.arange(len(here_r))
-        at_bL = number_R.to(device)[at_bL.clamp(max=len(position_R) - 1)]
-        here_bL = here_bL & (at_bL >= 0)
+        at_bL = number_R[at_bL.clamp(max=len(position_R) - 1)]
+        is_here_bL &= at_bL >= 0
     # What only fills up is the beginning of the work: anything will do.
-    first = torch.tensor([max(0, row) * work.width for row in part.rows_b.tolist()] + [0] * (len(lens) - len(rows_b)))
+    first = torch.cat([rows_b * work.width, torch.zeros(len(lens) - len(rows_b), dtype=torch.int64)])
     source_R = torch.repeat_interleave(first, torch.tensor(lens)) + position_R % work.width
+    ids_r, position_r, place_M, row_M, token_M, rows_b, is_real_b = moved(
+        work.ids_BS.flatten()[source_R[here_r]],
+        position_R[here_r],
+        is_here_bL.flatten().nonzero()[:, 0],
+        at_bL[is_here_bL],
+        work.response_BL[rows_b][is_here_bL],
+        rows_b,
+        is_real_b.long(),
+        device=device,
+    )
     shape = (1, -1) if share.is_packed else (len(rows_b), -1)
     return MicroBatch(
         rows_b=rows_b,
-        ids=work.ids_BS.flatten()[source_R[here_r].to(device)].view(shape),
-        position=position_R[here_r].to(device).view(shape),
-        mask_bL=mask_bL,
-        here_bL=here_bL,
-        row_M=at_bL[here_bL],
-        token_M=work.response_BL[rows_b][here_bL],
+        ids=ids_r.view(shape),
+        position=position_r.view(shape),
+        mask_bL=work.mask_BL[rows_b] * is_real_b[:, None],
+        place_M=place_M,
+        row_M=row_M,
+        token_M=token_M,
         packed=_packed_params(lens, share) if share.is_packed else None,
         context_group=share.context_group,
     )
@@ -288,7 +332,7 @@ def _lengths(work: Work, part: Part) -> list[int]:
 
 
 def _packed_params(lens: Sequence[int], share: Share) -> PackedSeqParams:
-    bounds = torch.tensor([0, *accumulate(n for n in lens if n)], dtype=torch.int32, device=share.bounds_on)
+    (bounds,) = moved(torch.tensor([0, *accumulate(n for n in lens if n)], dtype=torch.int32), device=share.bounds_on)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

@@ -58,7 +58,7 @@ def _chunks(lens_n: Sequence[int], size: int, rank: int) -> Iterator[tuple[int, 
 def segments(lens_n: tuple[int, ...], size: int, rank: int, device: torch.device) -> Segments:
     """Of samples of these lengths, none of which is 0."""
     if size == 1:
-        bounds = _bounds(lens_n, device)
+        (bounds,) = moved(_bounds(lens_n), device=device)
         return Segments(lens_n, lens_n, None, (bounds, bounds))
     holders = torch.cat([positions_here(lens_n, size, r) for r in range(size)])
     # Where each position of the row is found once the ranks' parts stand one after the other.
@@ -68,9 +68,18 @@ def segments(lens_n: tuple[int, ...], size: int, rank: int, device: torch.device
     num_queries = tuple(chunk for _, _, chunk in chunks)
     num_keys = tuple((number + 1) * chunk for _, number, chunk in chunks)
     keys = [gathered_R[start : start + count] for (start, _, _), count in zip(chunks, num_keys, strict=True)]
-    bounds_of = _bounds(num_queries, device), _bounds(num_keys, device)
-    return Segments(num_queries, num_keys, torch.cat(keys).int().to(device), bounds_of)
+    key_K, *bounds_of = moved(torch.cat(keys).int(), _bounds(num_queries), _bounds(num_keys), device=device)
+    return Segments(num_queries, num_keys, key_K, (bounds_of[0], bounds_of[1]))
 
 
-def _bounds(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+def _bounds(counts: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+
+def moved(*on_host: Tensor, device: torch.device | str) -> tuple[Tensor, ...]:
+    """Tensors of one type on `device`, in one copy that the host does not wait for: from pageable memory it would."""
+    flat = torch.cat([t.flatten() for t in on_host])
+    if torch.device(device).type == "cuda":
+        flat = flat.pin_memory()
+    parts = torch.split(flat.to(device, non_blocking=True), [t.numel() for t in on_host])
+    return tuple(part.view(t.shape) for part, t in zip(parts, on_host, strict=True))

@@ -85,9 +85,8 @@ def of_every_sample(
 
     def keep(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Figures]:
         values_bL = read(micro, output)
-        # Rows that only fill up are row 0 with an empty mask: they must not overwrite it.
-        is_real_b = micro.mask_bL.any(dim=1)
-        values_BL[micro.rows_b[is_real_b]] = values_bL[is_real_b].to(values_BL.dtype)
+        # Rows that only fill up are row 0 with an empty mask: they add 0 to it.
+        values_BL.index_add_(0, micro.rows_b, values_bL.to(values_BL.dtype))
         return values_bL.sum(), {}
 
     with torch.no_grad():

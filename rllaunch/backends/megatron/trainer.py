@@ -28,6 +28,7 @@ from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.pool import open_pools
 from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.megatron import checkpoint
+from rllaunch.backends.megatron.attention import drop_tables
 from rllaunch.backends.megatron.batch import make_work
 from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_processes, stop_processes
 from rllaunch.backends.megatron.ipc import IpcSender
@@ -214,6 +215,7 @@ class MegatronTrainer:
 
     def _return_to_driver(self) -> None:
         """The slot's engine is another process: the caching allocator must hand freed memory over."""
+        drop_tables()
         if self._is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -242,6 +244,7 @@ class MegatronTrainer:
             self._gpu.stop()
         if self.groups is not None:
             self.groups.close()
+        drop_tables()
         stop_processes()
 
     # -- training ----------------------------------------------------------------------------------
@@ -265,7 +268,7 @@ class MegatronTrainer:
         if self._is_cuda and self._offloads:
             # What is left of the activations is nobody's: the handoff would return it in a moment.
             del work
-            torch.cuda.empty_cache()
+            self._return_to_driver()
         return TrainMetrics(figures)
 
     def _require(self, region: Region, what: str) -> None:
