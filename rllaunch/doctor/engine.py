@@ -6,10 +6,12 @@ show together and not one per attempt (NVIDIA-NeMo/RL#2783).
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 from rllaunch.doctor.finding import Finding, Level, Rule
 from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_OK, did_you_mean
@@ -106,16 +108,20 @@ def _run(rule: Rule, resolved: Resolved) -> list[Finding]:
 
 
 def _failed(rule: Rule, error: Exception) -> Finding:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    # The rule's own last line, rather than that of a library it called.
+    home = Path(rule.check.__code__.co_filename).parent if inspect.isfunction(rule.check) else Path("/")
+    last = ([f for f in frames if Path(f.filename).parent.is_relative_to(home)] or frames)[-1]
     built_in = rule.plugin.split()[0] == "rllaunch"
     return Finding(
         "RL001",
         "error",
         f"rule {rule.code} ({rule.name}) of plugin {rule.plugin} failed: {type(error).__name__}: {error}",
-        (f"{frame.filename}:{frame.lineno} in {frame.name}",),
+        (f"{last.filename}:{last.lineno} in {last.name}",),
         "report this bug of rllaunch, with what `rllaunch resolve --json` prints"
         if built_in
-        else f"update or uninstall {rule.plugin}, or leave it out with RLLAUNCH_DISABLE_PLUGINS",
+        else f"correct it if it is yours; else update or uninstall {rule.plugin}, "
+        "or leave it out with RLLAUNCH_DISABLE_PLUGINS",
     )
 
 

@@ -80,8 +80,18 @@ def test_a_rule_that_fails_is_a_finding_and_hides_no_other() -> None:
         ("RL901", "warning", "what it had found"),
     ]
     assert re.fullmatch(r".*test_diagnose\.py:\d+ in fails", found[0].origins[0])
-    assert found[0].fix == "update or uninstall guest 1.0, or leave it out with RLLAUNCH_DISABLE_PLUGINS"
+    assert found[0].fix == (
+        "correct it if it is yours; else update or uninstall guest 1.0, or leave it out with RLLAUNCH_DISABLE_PLUGINS"
+    )
     assert exit_code(found) == 3
+
+
+def test_a_rule_that_fails_in_a_library_is_told_with_its_own_line() -> None:
+    def fails(resolved: Resolved) -> Iterator[Finding]:
+        yield Finding("RL901", "warning", resolved.config.no_such_section)  # type: ignore[attr-defined]  # raised by pydantic
+
+    (found,) = diagnose(resolved_of(), [rule("RL901", fails)], probe=False)
+    assert re.fullmatch(r".*test_diagnose\.py:\d+ in fails", found.origins[0])
 
 
 @pytest.mark.parametrize(
