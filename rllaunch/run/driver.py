@@ -5,6 +5,7 @@ Nothing else is ended: no process is looked up by name, no cluster we joined is 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -17,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rllaunch.backends.base import BackendSpec, LaunchContext, MemoryReading, Slot, StepResult, TrainBatch
-from rllaunch.errors import EnvironmentProblem, RllaunchError
+from rllaunch.errors import EXIT_INTERRUPTED, EnvironmentProblem, RllaunchError
 from rllaunch.plan.handoff import Region, Schedule
 from rllaunch.plan.sizes import object_store_bytes
 from rllaunch.resolve.schema import LaunchConfig
@@ -319,13 +320,14 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
     try:
         if local:
             cpus = max(os.cpu_count() or 1, inputs.config.world_size + 1)
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                num_cpus=cpus,
-                object_store_memory=object_store_bytes(inputs.config),
-                **common,
-            )
+            with _ends_if_interrupted():
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    num_cpus=cpus,
+                    object_store_memory=object_store_bytes(inputs.config),
+                    **common,
+                )
         else:
             ray.init(address=address, **common)
     except (ConnectionError, RuntimeError, ValueError, OSError) as err:
@@ -343,6 +345,33 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
             ray.shutdown()
             if local:
                 _end(ours)
+
+
+@contextlib.contextmanager
+def _ends_if_interrupted() -> Iterator[None]:
+    """Ray half started: it ends what it knows by then, and its agents would stay for a minute without their parent."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        import ray
+
+        with quiet_signals():
+            ours = set(_children())
+            for _ in range(5):  # one that is being started is seen a moment later
+                time.sleep(0.1)
+                ours |= set(_children())
+            ray.shutdown()
+            _end(list(ours))
+        # What of Ray is half connected in this process crashes when the interpreter takes it down (seen with 2.60).
+        atexit.register(_leave)
+        raise
+
+
+def _leave() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(EXIT_INTERRUPTED)
 
 
 @contextlib.contextmanager

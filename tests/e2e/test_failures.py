@@ -103,6 +103,29 @@ def test_a_stopped_run_leaves_no_process_and_resumes_bit_for_bit(
     assert [{k: v for k, v in row.items() if k != "seconds"} for row in rows] == whole.without_seconds()
 
 
+@pytest.mark.parametrize("later", [0.0, 1.0], ids=["as its first process is there", "a second after"])
+def test_a_run_stopped_while_ray_starts_leaves_no_process(tmp_path: Path, later: float):
+    path, mark = tmp_path / "run", f"{os.getpid()}-{later}"
+    process = start(path, "--num-rollout", "3", cwd=tmp_path, env={"TEST_MARK": mark})
+    deadline = time.monotonic() + 60
+    while not processes_below(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(later)
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process, path, timeout=60)
+    assert stopped.code == 130
+    assert "interrupted (SIGINT); go on with: rllaunch train --resume" in stopped.err
+    # By their environment: who has lost its parent is no child of ours any more.
+    assert [one for one in psutil.process_iter() if marked(one, mark)] == []
+
+
+def marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again_from_its_beginning(
     train: Callable[..., Any], tmp_path: Path
 ):
