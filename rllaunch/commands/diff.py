@@ -191,6 +191,8 @@ def _profile_side(text: str, profile: Profile) -> Side:
 
 def _run_side(text: str, directory: Path, common: Request, plugins: Plugins) -> Side:
     """A run as it was started: its config, and the origins it kept. The environment of today is none of its layers."""
+    from rllaunch.run.record import kept_origins
+
     file = directory / "config.json"
     try:
         saved = jsonlib.loads(file.read_text(encoding="utf-8"))
@@ -203,17 +205,8 @@ def _run_side(text: str, directory: Path, common: Request, plugins: Plugins) -> 
         raise ConfigError(f"{file} is not the config of a run", "", fix)
     base = Layer("run", tuple(Setting(k, v, str(file)) for k, v in flatten(saved) if v != {}))
     side = _launch_side(text, replace(common, base=base, environ={}), plugins)
-    kept = _kept_origins(directory / "launch.json")
+    kept = kept_origins(directory)
     return replace(side, values={k: kept.get(k, o) if o.layer == "run" else o for k, o in side.values.items()})
-
-
-def _kept_origins(file: Path) -> dict[str, Origin]:
-    """The origin that decided each key when the run was started; none where the run did not keep them."""
-    try:
-        origins = jsonlib.loads(file.read_text(encoding="utf-8"))["origins"]
-        return {key: Origin(**given[-1]) for key, given in origins.items()}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return {}
 
 
 def _launch_side(text: str, request: Request, plugins: Plugins) -> Side:

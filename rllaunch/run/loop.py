@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rllaunch.backends.base import MemoryReading, StepResult
 from rllaunch.errors import RllaunchError
-from rllaunch.plan.handoff import Region, Schedule, Step
+from rllaunch.plan.handoff import TIERS, Region, Schedule, Step
 from rllaunch.plan.memory import Ledger, StepBytes
 from rllaunch.resolve.schema import LaunchConfig
 from rllaunch.run.record import RunDirectory
@@ -93,11 +93,21 @@ class Progress:
     next_rollout: int = 0
     version: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
-    worst_plan_ratio: float = 1.0
-    worst_ratios: dict[str, float] = field(default_factory=lambda: {"gpu": 1.0, "host": 1.0})
-    """Of measured to planned bytes, the one furthest from 1 on each tier."""
     ratio_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """The smallest and the largest of them on each tier."""
+    """Of measured to planned bytes the smallest and the largest on each tier."""
+
+    @property
+    def worst_ratios(self) -> dict[str, float]:
+        """The one furthest from 1 on each tier."""
+        return {tier: _furthest(self.ratio_ranges.get(tier, ())) for tier in TIERS}
+
+    @property
+    def worst_plan_ratio(self) -> float:
+        return _furthest(self.worst_ratios.values())
+
+
+def _furthest(ratios: Iterable[float]) -> float:
+    return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0)
 
 
 class Loop:
@@ -266,10 +276,6 @@ class Loop:
             if not expected or (rollout_id is None and self.measures):
                 continue
             ratio, tier, progress = measured / expected, what.partition("_")[0], self.progress
-            if abs(ratio - 1) > abs(progress.worst_plan_ratio - 1):
-                progress.worst_plan_ratio = ratio
-            if abs(ratio - 1) > abs(progress.worst_ratios[tier] - 1):
-                progress.worst_ratios[tier] = ratio
             low, high = progress.ratio_ranges.get(tier, (ratio, ratio))
             progress.ratio_ranges[tier] = min(low, ratio), max(high, ratio)
         return row

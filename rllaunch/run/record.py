@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rllaunch.errors import ConfigError, EnvironmentProblem, RunError
+from rllaunch.resolve.origins import Origin
 from rllaunch.resolve.profiles import flatten
 from rllaunch.resolve.resolve import Layer, Setting
 from rllaunch.resolve.schema import LaunchConfig
@@ -226,20 +227,21 @@ def saved_layer(run_dir: Path, hardware: str = "") -> Layer:
         raise ConfigError(f"the run's config cannot be read: {err}", str(file), "restore the file") from None
     if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
         raise ConfigError("the run's config is not one that rllaunch wrote", str(file), "restore the file")
-    left_out = _derived(run_dir / "launch.json") & set(_LAYOUT_KEYS)
+    derived = {key for key, origin in kept_origins(run_dir).items() if origin.layer == "derived"}
+    left_out = derived & set(_LAYOUT_KEYS)
     settings = [Setting(k, v, str(file)) for k, v in flatten(saved) if v != {} and k not in left_out]
     if hardware and hardware != saved.get("hardware", {}).get("name"):
         settings = [s for s in settings if not s.key.startswith("hardware.")]
     return Layer("run", tuple(settings))
 
 
-def _derived(file: Path) -> set[str]:
-    """Keys that the run derived from others; none where it did not keep their origins."""
+def kept_origins(run_dir: Path) -> dict[str, Origin]:
+    """The origin that decided each key when the run was started; none where the run did not keep them."""
     try:
-        origins = json.loads(file.read_text(encoding="utf-8"))["origins"]
-        return {key for key, given in origins.items() if given[-1]["layer"] == "derived"}
+        origins = json.loads((run_dir / "launch.json").read_text(encoding="utf-8"))["origins"]
+        return {key: Origin(**given[-1]) for key, given in origins.items()}
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return set()
+        return {}
 
 
 # What may differ between a run and its resumption without changing what it computes.

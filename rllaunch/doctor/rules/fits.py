@@ -14,6 +14,7 @@ from rllaunch.units import gib
 
 # Ray ends workers at this share of the node's memory unless RAY_memory_usage_threshold says otherwise.
 RAY_THRESHOLD = 0.95
+LESS_ON_A_CPU = "a smaller model, or fewer slots: --num-gpus-per-node; `rllaunch train --rehearse` makes a launch small"
 _LIMIT_KEYS: Mapping[Tier, str] = {"gpu": "hardware.gpu_memory_bytes", "host": "hardware.host_memory_bytes"}
 
 
@@ -247,7 +248,7 @@ def _check_one_memory(resolved: Resolved) -> Iterator[Finding]:
             f"does not fit in host memory, where the slots of `cpu` are: {_step(step)} needs {gib(nbytes)}, "
             f"{gib(host)} are there",
             [_LIMIT_KEYS["host"], "model.name", "cluster.num_gpus_per_node"],
-            "a smaller model, or fewer slots: --num-gpus-per-node; `rllaunch train --rehearse` makes a launch small",
+            LESS_ON_A_CPU,
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rllaunch.doctor.finding import Finding, Level, Rule
 from rllaunch.doctor.rules.cluster import ray_address
-from rllaunch.doctor.rules.fits import needed_on_a_cpu
+from rllaunch.doctor.rules.fits import LESS_ON_A_CPU, needed_on_a_cpu
 from rllaunch.resolve.limits import ROOT, HostLimit, describe, host_limits, ray_kill_threshold, ray_total
 from rllaunch.resolve.origins import Resolved
 from rllaunch.units import gib
@@ -62,7 +62,7 @@ def _check_need(resolved: Resolved, limit: HostLimit, limits: Sequence[HostLimit
             "error",
             f"a job here may use {gib(limit.bytes)} of host RAM, this launch needs {gib(need[1])} in {need[0].name}",
             (resolved.describe("model.name"), *describe(limits)),
-            "a smaller model, or fewer slots: --num-gpus-per-node; `rllaunch train --rehearse` makes a launch small",
+            LESS_ON_A_CPU,
         )
     ]
 
