@@ -27,7 +27,8 @@ OTHER = ("KV cache and graphs", "#9a9aa5")
 
 def label(row: dict[str, Any]) -> str:
     who = "torch_memory_saver" if row["backend"] == "torch_memory_saver" else "rllaunch arena"
-    return f"{who}, {row['buffers']}, {row['engine_weights']}, {row['order']} order"
+    source = ", update from the GPU" if row.get("update_from") == "gpu" else ""
+    return f"{who}, {row['buffers']}, {row['engine_weights']}, {row['order']} order{source}"
 
 
 def draw(rows: list[dict[str, Any]], target: Path) -> None:

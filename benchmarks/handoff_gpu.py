@@ -2,10 +2,11 @@
 
     python benchmarks/handoff_gpu.py --size 0.6b [--size 2.6b …] [--only TEXT] [--json FILE] [--sglang KEY=VALUE …]
 
-{cpu, gpu} order × {mirror, discard} × {arena retained, fresh, shared; torch_memory_saver fresh, retained}: the adapters
-of the loop, one step of its schedule after the other, without Ray between them. Engines of all kinds and a trainer live
-in processes of their own; who is not measured sleeps. Weights are random and equal in all cells, so after the update of
-every cell all engines must have the same checksum.
+{cpu, gpu} order × {mirror, discard} × {arena retained, fresh, shared; torch_memory_saver fresh, retained}, gpu order
+with the update before the trainer's offload ("from gpu") and after it ("from host"): the adapters of the loop, one step
+of its schedule after the other, without Ray between them. Engines of all kinds and a trainer live in processes of their
+own; who is not measured sleeps. Weights are random and equal in all cells, so after the update of every cell all
+engines must have the same checksum.
 
 Seconds are of the second cycle where something is retained (the first pins its pages), of the only one otherwise.
 Memory is what comes on top of the sleeping processes, beside the same difference in the plan.
@@ -76,14 +77,16 @@ class Cell:
     weights: str
     backend: str
     buffers: str
+    update_from: str
 
     @property
     def options(self) -> HandoffOptions:
-        return HandoffOptions(self.order, engine_weights=self.weights, buffers=self.buffers)  # type: ignore[arg-type]
+        ways = {"engine_weights": self.weights, "buffers": self.buffers, "update_from": self.update_from}
+        return HandoffOptions(self.order, **ways)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        return f"{self.order} {self.weights} {self.backend} {self.buffers}"
+        return f"{self.order} {self.weights} {self.backend} {self.buffers} from {self.update_from}"
 
     @property
     def engine(self) -> str:
@@ -96,8 +99,8 @@ def cells() -> list[Cell]:
     for backend, held in (("arena", ("fresh", "retained", "shared")), ("torch_memory_saver", ("fresh", "retained"))):
         for buffers in held:
             for weights in ("discard", "mirror"):
-                for order in ("cpu", "gpu"):
-                    cell = Cell(order, weights, backend, buffers)
+                for order, source in (("cpu", "host"), ("gpu", "host"), ("gpu", "gpu")):
+                    cell = Cell(order, weights, backend, buffers, source)
                     if not cell.options.illegal():
                         found.append(cell)
     return found
@@ -406,6 +409,7 @@ class Bench:
             "engine_weights": cell.weights,
             "backend": cell.backend,
             "buffers": cell.buffers,
+            "update_from": cell.update_from,
             "seconds": seconds,
             "sum": sum(seconds.values()),
             "backup_gib": self.backup_bytes / GIB,
@@ -431,10 +435,10 @@ def at_rest(engine: str) -> list[Region]:
 
 
 HEAD = (
-    "| size | trainer's copies | engine | order | kv out | trainer in | weights out | clear | weights in | trainer out "
-    "| update | kv in | sum s (planned) | in GiB/s | out GiB/s | update GiB/s | host GiB (planned) | GPU GiB (planned) "
-    "|\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| size | trainer's copies | engine | order | update from | kv out | trainer in | weights out | clear | weights in "
+    "| trainer out | update | kv in | sum s (planned) | in GiB/s | out GiB/s | update GiB/s | host GiB (planned) "
+    "| GPU GiB (planned) |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 ORDERED = (
     "engine.offload_kv",
@@ -454,7 +458,8 @@ def line(row: dict[str, Any]) -> str:
     gpu = f"{row['gpu_gib']:.1f} ({row['planned_gpu_gib']:.1f})"
     rates = " | ".join(f"{row[rate]:.1f}" for rate in ("onload_gib_s", "offload_gib_s", "update_gib_s"))
     return (
-        f"| {row['size']} | {row['backend']} {row['buffers']} | {row['engine_weights']} | {row['order']} | {times} "
+        f"| {row['size']} | {row['backend']} {row['buffers']} | {row['engine_weights']} | {row['order']} "
+        f"| {row['update_from']} | {times} "
         f"| **{row['sum']:.2f}** ({row['planned_seconds']:.2f}) | {rates} | {host} | {gpu} |"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from rllaunch.errors import RllaunchError
 from rllaunch.flags import command_of
 from rllaunch.plan.architecture import Architecture
-from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, WEIGHTS, Choice, Unknown, choose, reopened
+from rllaunch.plan.choose import BUFFERS, OPTIMIZER, ORDER, UPDATE_FROM, WEIGHTS, Choice, Unknown, choose, reopened
 from rllaunch.plan.forecast import MemoryPlan, PlannedStep
 from rllaunch.plan.handoff import Tier, update_rewrites_all
 from rllaunch.resolve.origins import Origin, Resolved
@@ -86,12 +86,14 @@ def _levers(resolved: Resolved, architecture: Architecture, choice: Choice) -> I
     """What may be set by hand to hold less, the lightest change first."""
     config, options = resolved.config, choice.taken.plan.options
     may_be_gpu = options.offload_train and options.offload_rollout and not (options.critic or options.lora)
-    # Buffers that somebody set may not go with the other order.
-    buffers = {BUFFERS: "auto"} if resolved.is_set(BUFFERS) else {}
+    # What somebody set of the copies and the update may not go with the other order.
+    open_again = {key: "auto" for key in (BUFFERS, UPDATE_FROM) if resolved.is_set(key)}
     if options.order == "cpu" and may_be_gpu:
-        yield {ORDER: "gpu", **buffers}
+        yield {ORDER: "gpu", **open_again}
     if options.order == "gpu":
-        yield {ORDER: "cpu", **buffers}
+        yield {ORDER: "cpu", **open_again}
+        if resolved.value(UPDATE_FROM) == "gpu":
+            yield {UPDATE_FROM: "host"}
     if options.offload_train and options.buffers == "retained":
         yield {BUFFERS: "fresh"}
     if options.has_mirror and update_rewrites_all(config):

@@ -15,15 +15,16 @@ from rllaunch.errors import ConfigError
 from rllaunch.plan.architecture import Architecture, read_architecture
 from rllaunch.plan.embedded import NUM_SPECIAL, embedded_sizes, read_prompts
 from rllaunch.plan.forecast import Break, Limits, MemoryPlan, forecast, limits_of
-from rllaunch.plan.handoff import TIERS, Buffers, HandoffOptions, Order, Tier, options_of
+from rllaunch.plan.handoff import TIERS, Buffers, HandoffOptions, Order, Tier, UpdateFrom, options_of
 from rllaunch.plan.sizes import LaunchSizes, sizes_of
 from rllaunch.resolve.origins import Origin, Resolved
-from rllaunch.resolve.schema import LaunchConfig
+from rllaunch.resolve.schema import LaunchConfig, UpdateSource
 from rllaunch.units import gib
 
 ORDER = "handoff.colocate_memory_peak_device"
 BUFFERS = "handoff.offload_train_buffers"
 WEIGHTS = "handoff.engine_weights"
+UPDATE_FROM = "handoff.update_weights_from"
 OPTIMIZER = "trainer.optimizer_cpu_offload"
 # A plan that leaves a smaller share of a limit free is warned of, whatever headroom was asked for.
 TIGHT = 0.05
@@ -197,8 +198,15 @@ def _options(resolved: Resolved) -> Iterator[HandoffOptions]:
         )
         if not (train and rollout) and order == "gpu":
             continue
-        if not options.illegal():
-            yield options
+        yield from _with_sources(options, handoff.update_weights_from)
+
+
+def _with_sources(options: HandoffOptions, asked: UpdateSource) -> Iterator[HandoffOptions]:
+    """The legal ways among these where the update reads what is asked for, or anything it can."""
+    sources: Sequence[UpdateFrom] = ("gpu", "host") if asked == "auto" else (asked,)
+    if not options.offload_train:
+        sources = ("gpu",)  # there is no other
+    yield from (one for source in sources if not (one := replace(options, update_from=source)).illegal())
 
 
 def _other_order(resolved: Resolved) -> Iterator[HandoffOptions]:
@@ -209,10 +217,9 @@ def _other_order(resolved: Resolved) -> Iterator[HandoffOptions]:
     order: Order = "cpu" if base.order == "gpu" else "gpu"
     held = resolved.config.handoff.offload_train_buffers
     buffers: Sequence[Buffers] = ("retained", "shared", "fresh") if held == "auto" else (base.buffers,)
+    asked = resolved.config.handoff.update_weights_from if order == "gpu" else "auto"
     for one in buffers:
-        options = replace(base, order=order, buffers=one)
-        if not options.illegal():
-            yield options
+        yield from _with_sources(replace(base, order=order, buffers=one), asked)
 
 
 def _rank(candidate: Candidate, headroom: float) -> tuple[Any, ...]:
@@ -285,6 +292,7 @@ _DECIDABLE = (
     ORDER,
     BUFFERS,
     WEIGHTS,
+    UPDATE_FROM,
     "handoff.offload_train",
     "handoff.offload_rollout",
     "handoff.offload_rollout_level",
@@ -317,7 +325,12 @@ def decided(resolved: Resolved) -> Resolved:
         return resolved
     options = choice.taken.plan.options
     is_auto = resolved.value(ORDER) == "auto"
-    decided: dict[str, Any] = {ORDER: options.order, BUFFERS: options.buffers, WEIGHTS: options.engine_weights}
+    decided: dict[str, Any] = {
+        ORDER: options.order,
+        BUFFERS: options.buffers,
+        WEIGHTS: options.engine_weights,
+        UPDATE_FROM: options.update_from,
+    }
     taken = {key: value for key, value in decided.items() if resolved.value(key) == "auto"}
     if is_auto:
         left: dict[str, Any] = {

@@ -121,6 +121,7 @@ class MemoryPlan:
             "order": self.options.order,
             "engine_weights": self.options.weights_mode,
             "buffers": self.options.buffers if self.options.offload_train else None,
+            "update_from": "gpu" if self.options.updates_awake else "host",
             "offload_train": self.options.offload_train,
             "offload_rollout": self.options.offload_rollout,
             "steps": [
@@ -156,6 +157,8 @@ def label_of(options: HandoffOptions) -> str:
         if not options.releases_kv:
             parts.append("KV cache resident")
     parts.append(f"{options.buffers} backup" if options.offload_train else "trainer stays")
+    if options.offload_train and options.update_from == "gpu":
+        parts.append("update from the GPU")
     return ", ".join(parts)
 
 
@@ -244,6 +247,8 @@ class _Speed:
         self.options = options
         self.uses_saver = config.handoff.trainer_offload_backend == "torch_memory_saver"
         self.update_bytes = sizes.update_bytes
+        # Also of weights that have no copy of their own, but are rebuilt from their masters.
+        self.own_part = sizes.gpu.get("params", self.update_bytes)
         link = config.hardware.host_link_bytes_per_second
         self.link = (link or c.ASSUMED_LINK.value) * c.LINK_SHARE.value
         self.pin = config.hardware.host_pin_bytes_per_second or c.PIN_FRESH.value
@@ -275,6 +280,6 @@ class _Speed:
     def _update(self) -> float:
         """From the GPU, or each GPU's own part from the backup over the link; then all of it to every engine."""
         seconds = self.update_bytes / c.UPDATE_SPEED.value
-        if self.options.offload_train:
-            seconds += min(self.update_bytes, self.bytes.get("params", self.update_bytes)) / self.link
+        if not self.options.updates_awake:
+            seconds += min(self.update_bytes, self.own_part) / self.link
         return seconds

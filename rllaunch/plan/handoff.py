@@ -21,6 +21,7 @@ from rllaunch.resolve.schema import LaunchConfig, RegionName
 Order = Literal["cpu", "gpu"]
 Weights = Literal["mirror", "discard", "resident"]
 Buffers = Literal["retained", "fresh", "shared"]
+UpdateFrom = Literal["host", "gpu"]
 When = Literal["always", "save", "eval"]
 Tier = Literal["gpu", "host"]
 TIERS: tuple[Tier, ...] = ("gpu", "host")
@@ -74,6 +75,8 @@ class HandoffOptions:
         level: what an engine releases: `kv_cache`, `weight`, both or neither.
         engine_weights: what releasing the weights does; looked at only if they are released.
         buffers: how the host copies are held, the trainer's backup and the engine's mirror.
+        update_from: where an update reads an offloaded trainer's parameters. `gpu`: it comes before the offload, which
+            only `gpu` order allows.
     """
 
     order: Order = "cpu"
@@ -84,6 +87,12 @@ class HandoffOptions:
     buffers: Buffers = "retained"
     critic: bool = False
     lora: bool = False
+    update_from: UpdateFrom = "host"
+
+    @property
+    def updates_awake(self) -> bool:
+        """Whether the trainer's parameters are on the GPU when they are sent."""
+        return not self.offload_train or self.update_from == "gpu"
 
     @property
     def releases_weights(self) -> bool:
@@ -114,6 +123,8 @@ class HandoffOptions:
             reasons.append(
                 "with LoRA an engine keeps its base weights: from an update of adapters they would never come back"
             )
+        if self.order == "cpu" and self.offload_train and self.update_from == "gpu":
+            reasons.append("in cpu order the trainer has left the GPU when the engines are updated")
         if self.order == "cpu" and self.buffers == "shared" and self.offload_train and self.has_mirror:
             reasons.append(
                 "in cpu order the mirror and the backup are on the host together, so they cannot share one arena"
@@ -136,7 +147,8 @@ def options_of(config: LaunchConfig) -> HandoffOptions:
 
     `engine_weights = auto`: discard where an update rewrites every tensor, else mirror.
     `offload_train_buffers = auto`: one shared arena where that keeps the promise of `gpu` order at full speed,
-    else retained. `colocate_memory_peak_device = auto` is `cpu` here.
+    else retained. `update_weights_from = auto`: the GPU wherever the order allows it.
+    `colocate_memory_peak_device = auto` is `cpu` here.
     """
     handoff = config.handoff
     lora = config.has_lora
@@ -153,10 +165,13 @@ def options_of(config: LaunchConfig) -> HandoffOptions:
         critic=config.has_critic,
         lora=lora,
     )
+    update_from = handoff.update_weights_from
+    if update_from == "auto":
+        update_from = "gpu" if order == "gpu" or not handoff.offload_train else "host"
     buffers = handoff.offload_train_buffers
     if buffers == "auto":
         buffers = "shared" if order == "gpu" and options.has_mirror else "retained"
-    return replace(options, buffers=buffers)
+    return replace(options, buffers=buffers, update_from=update_from)
 
 
 @dataclass(frozen=True)
@@ -180,6 +195,7 @@ class Schedule:
             "order": self.options.order,
             "engine_weights": self.options.weights_mode,
             "buffers": self.options.buffers if self.options.offload_train else None,
+            "update_from": "gpu" if self.options.updates_awake else "host",
             "init": rows(self.init),
             "cycle": rows(self.cycle),
         }
@@ -200,19 +216,24 @@ def build_schedule(options: HandoffOptions) -> Schedule:
     if options.order == "cpu":
         init = [*steps.engine_out(), steps.trainer_init(), *steps.trainer_out(), *steps.weights_in()]
         before_train = [*steps.engine_out(), *steps.trainer_in()]
-        before_update = [*steps.trainer_out(), *steps.weights_in()]
+        after_train = [*steps.trainer_out(), *steps.weights_in()]
+        to_engine = [steps.update_weights()]
     else:
         # The engine's weights stay on the GPU through start-up: no mirror while the trainer loads.
-        init = [*steps.kv_out(), steps.trainer_init(), *steps.trainer_out()]
+        init = [*steps.kv_out(), steps.trainer_init()]
         before_train = [*steps.kv_out(), *steps.trainer_in(), *steps.weights_out()]
-        before_update = [steps.clear_memory(), *steps.weights_in(), *steps.trainer_out()]
-    to_engine = [steps.update_weights(), *steps.kv_in()]
+        after_train = [steps.clear_memory(), *steps.weights_in()]
+        to_engine = [*steps.trainer_out(), steps.update_weights()]
+        if options.update_from == "gpu":
+            init.append(steps.clear_memory())
+            to_engine.reverse()
+    to_engine += steps.kv_in()
     cycle = [
         steps.generate("generate"),
         *before_train,
         steps.train(),
         steps.save(),
-        *before_update,
+        *after_train,
         *to_engine,
         replace(steps.generate("eval"), when="eval"),
     ]
@@ -523,6 +544,8 @@ class _Walk:
                 self.fail(f"the trainer starts while {', '.join(awake)} could be offloaded")
         if region == "weights" and options.offload_train and "grads" in gpu:
             self.fail("the engine's weights return before the gradients are freed")
+        if region == "update_bucket" and options.offload_train and "grads" in gpu:
+            self.fail("the update's buffers come before the gradients are freed")
 
     def coexistence(self) -> None:
         """What each order promises never to hold at the same time."""

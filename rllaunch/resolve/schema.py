@@ -22,6 +22,7 @@ from rllaunch.units import AMOUNT, parse_amount
 
 PeakDevice = Literal["cpu", "gpu", "auto"]
 TrainBuffers = Literal["retained", "fresh", "shared", "auto"]
+UpdateSource = Literal["host", "gpu", "auto"]
 OffloadBackend = Literal["arena", "torch_memory_saver"]
 EngineWeights = Literal["mirror", "discard", "auto"]
 RegionName = Literal[
@@ -156,6 +157,10 @@ class Handoff(Section):
     engine_weights: Annotated[EngineWeights, Flag("--engine-weights")] = "auto"
     """What releasing the engine's weights does: copy them to the host (`mirror`), or drop them (`discard`)
     because the next update rewrites them."""
+    update_weights_from: Annotated[UpdateSource, Flag("--update-weights-from")] = "auto"
+    """Where a weight update reads the trainer's parameters: on the GPU before the trainer is offloaded (`gpu`, in `gpu`
+    order), or from their copies on the host after it (`host`). From the GPU it is faster and holds its buckets beside
+    engine and trainer."""
     update_weight_buffer_size: Annotated[SomeBytes, Flag("--update-weight-buffer-size")] = 512 * 2**20
     """Largest bucket of a weight update, in bytes. On GPUs there are two: one is filled while the other is read."""
     check_weight_update_equal: Annotated[bool, Flag("--check-weight-update-equal")] = False

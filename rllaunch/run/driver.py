@@ -139,6 +139,9 @@ class RayWorkers:
             return False
         if "generate" in steps:
             return _is_trainers(then)
+        if "update_weights" in steps:
+            # A rank takes its calls in turn, and whoever is done with the update is not needed by the others.
+            return _is_trainers(then)
         return _is_trainers(steps) and then[-1] == "update_weights"
 
     def _send(self, steps: Sequence[str], rollout_id: int | None, version: int) -> Callable[[], Any]:

@@ -120,6 +120,7 @@ def _small(resolved: Resolved, plan: MemoryPlan, task: Mapping[str, Any], ranks:
             "offload_rollout_level": tuple(name for name in ("kv_cache", "weight") if name in options.level),
             "offload_train_buffers": options.buffers,
             "engine_weights": options.engine_weights,
+            "update_weights_from": options.update_from,
         },
         "trainer": fresh.trainer.model_dump()
         | {

@@ -267,7 +267,7 @@ def test_a_typo_in_a_number_does_not_make_the_doctor_slow() -> None:
 
 HANDOFF = [key for key in KEYS if key.startswith("handoff.") and key != "handoff.offload_rollout_level"]
 HANDOFF += ["algorithm.advantage_estimator", "algorithm.lora_rank"]
-LEGALITY = {"RL301", "RL302", "RL303", "RL331", "RL334"}
+LEGALITY = {"RL301", "RL302", "RL303", "RL331", "RL334", "RL344"}
 
 
 @settings(max_examples=200, deadline=None)

@@ -29,8 +29,9 @@ def test_nccl_gives_its_memory_back_and_connects_again(tmp_path: Path) -> None:
         assert freed > 0
         assert taken > 0
     assert seen["said"], "a collective in between is an error"
-    # On two H200 0 to 0.3 GiB of 4 stayed, now and then, and were part of what the next communicators took.
-    assert abs(sum(seen["taken"]) - sum(seen["freed"][1:]) - seen["taken"][0]) < 512 * MIB, "nothing piles up"
+    # The first collective brings most of it back; sends and receives take the rest when they are first used. On two
+    # H200 0 to 0.3 GiB of 4 stayed, now and then. The first time the default group was not connected yet.
+    assert seen["left"][2] - seen["left"][1] < 512 * MIB, "nothing piles up"
 
 
 @pytest.mark.parametrize("order", ["cpu", "gpu"])
@@ -63,4 +64,7 @@ def test_the_trainer_trains_alike(order: str, shm: Path) -> None:
             f"{order} rank {rank}:",
             [(at["step"], f"{at['seconds']:.3f} s", f"{at['bytes'] / MIB:+.0f} MiB") for at in moved],
         )
-        assert all(at["bytes"] < 0 for at in moved if at["step"] != "trainer.onload")
+        given_back = [-at["bytes"] for at in moved if at["step"] != "trainer.onload"]
+        # At start-up nothing is connected yet.
+        assert min(given_back) >= 0
+        assert sum(nbytes > 0 for nbytes in given_back) == 3

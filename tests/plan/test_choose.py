@@ -228,7 +228,7 @@ def test_what_is_decided_is_planned_again_as_it_was():
 def test_where_nothing_is_open_nothing_is_changed():
     words = (
         f"{MOE} --colocate-memory-peak-device gpu --offload-train-buffers shared --engine-weights mirror"
-        " --no-optimizer-cpu-offload"
+        " --no-optimizer-cpu-offload --update-weights-from host"
     )
     launch = resolved(words)
     assert decided(launch) is launch

@@ -12,11 +12,10 @@ from rllaunch.plan.handoff import HandoffOptions, Schedule, Step, build_schedule
 
 LEVELS = [frozenset(c) for n in range(3) for c in itertools.combinations(("kv_cache", "weight"), n)]
 BOTH = (True, False)
+WAYS = (("mirror", "discard"), ("retained", "fresh", "shared"))
 EVERY = [
     HandoffOptions(*values)
-    for values in itertools.product(
-        ("cpu", "gpu"), BOTH, BOTH, LEVELS, ("mirror", "discard"), ("retained", "fresh", "shared"), BOTH, BOTH
-    )
+    for values in itertools.product(("cpu", "gpu"), BOTH, BOTH, LEVELS, *WAYS, BOTH, BOTH, ("host", "gpu"))
 ]
 LEGAL = [options for options in EVERY if not options.illegal()]
 
@@ -49,6 +48,17 @@ def test_gpu_order_is_the_table():
     ]  # fmt: skip
 
 
+def test_gpu_order_may_update_before_the_offload():
+    schedule = build_schedule(HandoffOptions(order="gpu", buffers="fresh", update_from="gpu"))
+    assert names(schedule.init) == [
+        "engine.offload_kv", "trainer.init", "trainer.clear_memory", "update_weights", "trainer.offload",
+        "engine.onload_kv",
+    ]  # fmt: skip
+    assert names(schedule.cycle)[6:] == [
+        "trainer.clear_memory", "engine.onload_weights", "update_weights", "trainer.offload", "engine.onload_kv", "eval",
+    ]  # fmt: skip
+
+
 def test_save_and_eval_run_only_on_their_steps():
     schedule = build_schedule(HandoffOptions())
     plain = [s.name for s in schedule.steps(save=False, evaluate=False)]
@@ -58,8 +68,8 @@ def test_save_and_eval_run_only_on_their_steps():
 
 
 def test_every_configuration_is_safe_or_refused_with_a_reason():
-    assert len(EVERY) == 768
-    assert len(LEGAL) == 376
+    assert len(EVERY) == 1536
+    assert len(LEGAL) == 580
     for options in EVERY:
         if options.illegal():
             with pytest.raises(ScheduleError, match="no handoff schedule exists"):
@@ -78,6 +88,7 @@ def test_every_configuration_is_safe_or_refused_with_a_reason():
         (HandoffOptions("gpu", lora=True, engine_weights="mirror"), "LoRA"),
         (HandoffOptions("cpu", lora=True, engine_weights="discard"), "never come back"),
         (HandoffOptions("cpu", engine_weights="mirror", buffers="shared"), "share one arena"),
+        (HandoffOptions("cpu", update_from="gpu"), "has left the GPU when the engines are updated"),
     ],
 )
 def test_what_no_schedule_can_do_is_named(options: HandoffOptions, reason: str):
@@ -102,6 +113,10 @@ HARMLESS = {
         "trainer.offload",
         "update_weights",
     ): "the update reads the awake trainer instead of its backup; the engine's KV is away either way",
+    (
+        "update_weights",
+        "trainer.offload",
+    ): "the update reads the backup instead of the awake trainer; the engine's KV is away either way",
     ("save", "update_weights"): "the trainer never leaves the GPU, so it can be saved at any time after the step",
     (
         "save",

@@ -30,14 +30,15 @@ def rollouts_rank(
     Args:
         device: `cuda`: each rank sees a GPU of its own.
     """
-    from rllaunch.backends.megatron.trainer import MegatronTrainer
-
     if device == "cpu":
         from megatron_cpu import use_cpu
 
         use_cpu()
     else:
+        # Before anything counts the GPUs, which importing Megatron-core does.
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    from rllaunch.backends.megatron.trainer import MegatronTrainer
+
     results = {}
     for port, (name, sections) in zip(ports, launches.items(), strict=True):
         options = HandoffOptions(sections["handoff"]["colocate_memory_peak_device"])

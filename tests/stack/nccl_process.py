@@ -25,7 +25,7 @@ def nccl_rank(rank: int, world: int, port: int, directory: str) -> None:
         made = [dist.new_group([0, 1], group_desc=f"GROUP-{i}") for i in range(4)]
         of_gloo = dist.new_group([0, 1], backend="gloo")
     assert [group in groups.groups for group in (*made, of_gloo)] == [True] * 4 + [False]
-    seen: dict[str, Any] = {"freed": [], "taken": [], "seconds": []}
+    seen: dict[str, Any] = {"freed": [], "taken": [], "seconds": [], "left": []}
     for _ in range(3):
         for group in made[:3]:
             collectives(rank, device, group)
@@ -33,6 +33,7 @@ def nccl_rank(rank: int, world: int, port: int, directory: str) -> None:
         groups.tear_down()
         gc.collect()
         down = groups.take_figures()
+        seen["left"].append(memory.used())
         try:
             dist.all_reduce(torch.ones(1, device=device), group=made[1])
         except RunError:

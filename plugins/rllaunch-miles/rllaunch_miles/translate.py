@@ -101,6 +101,7 @@ TRANSLATED = (
     "handoff.trainer_offload_backend",
     "handoff.offload_train_process_groups",
     "handoff.engine_weights",
+    "handoff.update_weights_from",
     "trainer.backend",
     "trainer.micro_batch_size",
     "trainer.max_tokens_per_gpu",
@@ -134,6 +135,9 @@ GROUPS = "miles destroys the trainer's process groups at each offload and makes 
 FRESH = (
     "miles allocates the trainer's host copy at each offload and frees it at the next onload: slower, and other peaks "
     "(`rllaunch plan --offload-train-buffers fresh`)"
+)
+UPDATES_LATE = (
+    "miles offloads the trainer before it updates the engines (`rllaunch plan --update-weights-from host` is its order)"
 )
 SAVER = "miles moves the trainer's memory with torch_memory_saver"
 DISCARDS = "miles drops the engines' weights at each offload, and the next update brings them back"
@@ -291,6 +295,8 @@ def _handoff(draft: _Draft) -> None:
         draft.notes.append("--colocate-memory-peak-device needs miles with radixark/miles#2781 (after 2026-08-21)")
     if handoff.offload_train and handoff.offload_train_buffers != "fresh":
         draft.leave("handoff.offload_train_buffers", FRESH)
+    if handoff.offload_train and handoff.update_weights_from == "gpu":
+        draft.leave("handoff.update_weights_from", UPDATES_LATE)
     if handoff.offload_train and handoff.trainer_offload_backend != "torch_memory_saver":
         draft.leave("handoff.trainer_offload_backend", SAVER)
     if handoff.offload_train and not handoff.offload_train_process_groups:

@@ -16,6 +16,8 @@ from rllaunch.backends.embedded.pool import FlatBuffer
 
 # Every run of one dtype starts on a cache line, which also aligns it for any dtype.
 _ALIGNMENT_BYTES = 64
+# What kernels of grouped products ask of a matrix on a GPU.
+_MATRIX_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def lay_out(groups: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> Layou
     """Offsets for (group, named tensors) in the order given; tensors on the meta device will do.
 
     Within a group the dtypes are kept apart, so that each (group, dtype) is one flat segment that an
-    optimizer can take as one parameter.
+    optimizer can take as one parameter. In it tensors of an odd size come last: those before them, all that a kernel
+    wants aligned, then lie on 16 bytes without a gap.
     """
     slices: list[TensorSlice] = []
     segments: list[Segment] = []
@@ -63,7 +66,7 @@ def lay_out(groups: Iterable[tuple[str, Iterable[tuple[str, Tensor]]]]) -> Layou
             by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
         for dtype, members in by_dtype.items():
             start = end = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            for name, tensor in members:
+            for name, tensor in sorted(members, key=lambda member: member[1].nbytes % _MATRIX_ALIGNMENT_BYTES != 0):
                 slices.append(TensorSlice(name, dtype_name(dtype), tuple(tensor.shape), end))
                 end += tensor.numel() * dtype.itemsize
             segments.append(Segment(group, dtype, start, (end - start) // dtype.itemsize))

@@ -1,4 +1,4 @@
-"""What `gpu` order of the handoff needs: both offloads, no critic, no LoRA."""
+"""What `gpu` order of the handoff needs: both offloads, no critic, no LoRA; and what only it can do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.numbers import either, undo
+from rllaunch.plan.handoff import options_of
 from rllaunch.resolve.origins import Resolved
 
 PEAK = "handoff.colocate_memory_peak_device"
+UPDATE_FROM = "handoff.update_weights_from"
 IN_CPU_ORDER = "--colocate-memory-peak-device cpu"
+IN_GPU_ORDER = "--colocate-memory-peak-device gpu"
 
 
 def _is_gpu_order(resolved: Resolved) -> bool:
@@ -50,6 +53,19 @@ def _check_lora(resolved: Resolved) -> Iterator[Finding]:
         )
 
 
+def _check_update(resolved: Resolved) -> Iterator[Finding]:
+    options, handoff = options_of(resolved.config), resolved.config.handoff
+    # `auto` takes gpu order here, where that is legal.
+    if handoff.colocate_memory_peak_device == "cpu" and handoff.offload_train and options.update_from == "gpu":
+        may_be_gpu = options.offload_rollout and not (options.critic or options.lora)
+        yield UPDATE.error(
+            resolved,
+            "in cpu order the trainer has left the GPU when the engines are updated",
+            [PEAK, UPDATE_FROM],
+            either("--update-weights-from auto", IN_GPU_ORDER if may_be_gpu else ""),
+        )
+
+
 OFFLOADS = Rule(
     code="RL301",
     name="gpu order needs both offloads",
@@ -69,6 +85,13 @@ LORA = Rule(
     check=_check_lora,
 )
 
+UPDATE = Rule(
+    code="RL344",
+    name="an update from the GPU needs gpu order",
+    reason="before the update the trainer is offloaded, so that the engine's weights have room to return",
+    check=_check_update,
+)
+
 
 def _check_auto(resolved: Resolved) -> Iterator[Finding]:
     if resolved.config.handoff.colocate_memory_peak_device == "auto":
@@ -77,7 +100,7 @@ def _check_auto(resolved: Resolved) -> Iterator[Finding]:
             resolved,
             "auto takes cpu order: the memory of this launch cannot be planned",
             ["handoff.colocate_memory_peak_device"],
-            "--colocate-memory-peak-device gpu where host RAM is the tight side",
+            f"{IN_GPU_ORDER} where host RAM is the tight side",
         )
 
 
@@ -87,4 +110,4 @@ AUTO = Rule(
     reason="the fastest order that fits needs a forecast of host and GPU memory; `rllaunch plan` says what it lacks",
     check=_check_auto,
 )
-RULES = (OFFLOADS, CRITIC, LORA, AUTO)
+RULES = (OFFLOADS, CRITIC, LORA, UPDATE, AUTO)
