@@ -40,12 +40,13 @@ from rllaunch.backends.base import (
 )
 from rllaunch.backends.embedded.cache import attends_by_token
 from rllaunch.backends.embedded.decoding import rows_by
-from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
-from rllaunch.backends.embedded.layout import Layout, dtype_name, lay_out, move_parameters
+from rllaunch.backends.embedded.host_copies import make_host_copies
+from rllaunch.backends.embedded.layout import Layout, dtype_name, lay_out, move_parameters, view_of
 from rllaunch.backends.embedded.model import build_critic, build_model, engine_dtype
 from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.backends.embedded.sizes import arena_bytes, padded_bytes, read_memory
+from rllaunch.backends.embedded.trainer_memory import CopiedState, Reader, TrainerMemory
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import BACKED_UP, Region
 
@@ -142,7 +143,7 @@ class EmbeddedTrainer:
         self._buffers: dict[Region, FlatBuffer] = {
             r: FlatBuffer(self._device_pool, self._owner, r, self._sizes[r], slot.device) for r in layouts
         }
-        self._copies = self._host_copies()
+        self._memory = TrainerMemory(self._buffers, self._backup())
         self._bucket_file: SharedFile | None = None
         self._num_steps = 0
         self._world = 1
@@ -224,50 +225,32 @@ class EmbeddedTrainer:
             moments = {name: state[f"{group} {name}"] for name in _MOMENTS}
             self.optimizer.state[flat] = {"step": torch.tensor(0.0), **moments}
 
-    def _host_copies(self) -> HostCopies | None:
+    def _backup(self) -> CopiedState | None:
         options = self.context.options
         if not options.offload_train:
             return None
         sizes: dict[Region, int] = {r: self._sizes[r] for r in BACKED_UP}
-        pinned = self.slot.device != "cpu"
-        if options.buffers == "shared":
-            arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)
-            return ArenaCopies(arena, self._owner, sizes)
-        retained = options.buffers == "retained"
-        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=retained, is_pinned=pinned)
+        copies = make_host_copies(
+            options, self.slot, self._host_pool, self._owner, sizes, lambda: arena_bytes(self.context)
+        )
+        return CopiedState(self._buffers, copies)
 
     # -- handoff -----------------------------------------------------------------------------------
 
     def offload(self) -> None:
-        if self._copies is None or not self._buffers["params"].is_resident:
-            return
-        if self._buffers["grads"].is_resident:
-            self._buffers["grads"].free()
-        for region in BACKED_UP:
-            self._copies.store(region, self._buffers[region].bytes)
-            self._buffers[region].free()
+        self._memory.offload()
 
     def onload(self) -> None:
-        if self._copies is None or self._buffers["params"].is_resident:
-            return
-        for region in BACKED_UP:
-            self._buffers[region].allocate()
-            self._copies.restore(region, self._buffers[region].bytes)
-        self._buffers["grads"].allocate()
+        self._memory.onload()
 
     def clear_memory(self) -> None:
-        if self._buffers["grads"].is_resident:
-            self._buffers["grads"].free()
+        self._memory.free_grads()
 
     def memory(self) -> MemoryReading:
-        return read_memory(self._device_pool, self._host_pool, self._copies)
+        return read_memory(self._device_pool, self._host_pool, self._memory.take_moved())
 
     def shutdown(self) -> None:
-        if self._copies is not None:
-            self._copies.shutdown()
-        for buffer in self._buffers.values():
-            if buffer.is_resident:
-                buffer.free()
+        self._memory.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -279,9 +262,7 @@ class EmbeddedTrainer:
         Every rank is given all samples and takes its share of each optimizer step's; denominators are
         those of all ranks, so that the sum of the ranks' gradients is the gradient of one rank.
         """
-        for region in ("params", "optimizer", "grads"):
-            if not self._buffers[region].is_resident:
-                raise RunError(f"{self._owner}: train while {region} is offloaded", "", "onload first")
+        self._memory.require(*BACKED_UP, "grads", to="train")
         buffer = self._buffers["activations"]
         buffer.allocate()
         try:
@@ -488,11 +469,7 @@ class EmbeddedTrainer:
     def update_weights(self, version: int, sink: WeightSink) -> int:
         if self._rank != 0:
             return 0
-        if self._buffers["params"].is_resident:
-            params = self._buffers["params"].bytes
-        else:
-            assert self._copies is not None, "offloaded parameters have a host copy"
-            params = self._copies.read("params")
+        params = self._memory.reader("params")
         nbytes = self._sizes["update_bucket"]
         sink.begin_weight_update(version)
         self._device_pool.charge(self._owner, "update_bucket", nbytes)
@@ -507,11 +484,10 @@ class EmbeddedTrainer:
             self._device_pool.release(self._owner, "update_bucket")
         return sum(b.nbytes for b in self._buckets)
 
-    def _fill(self, bucket: _PlannedBucket, params: Tensor) -> None:
+    def _fill(self, bucket: _PlannedBucket, params: Reader) -> None:
         assert self._bucket_file is not None, "the file is made before it is filled"
         for source, target in zip(bucket.sources, bucket.tensors, strict=True):
-            values = _piece(params, source)
-            _piece(self._bucket_file.bytes, target).copy_(values)
+            view_of(self._bucket_file.bytes, target).copy_(params(source))
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -522,9 +498,7 @@ class EmbeddedTrainer:
         if nbytes := self.context.config.pools.host_save_bytes:
             self._host_pool.charge(self._owner, "save_staging", nbytes)
             self._host_pool.release(self._owner, "save_staging")
-        for region in BACKED_UP:
-            if not self._buffers[region].is_resident:
-                raise RunError(f"{self._owner}: save while {region} is offloaded", "", "save before the trainer sleeps")
+        self._memory.require(*BACKED_UP, to="save", fix="save before the trainer sleeps")
         state: dict[str, Any] = {
             **{region: _own_storage(self._content(region).cpu()) for region in BACKED_UP},
             "num_steps": self._num_steps,
@@ -595,12 +569,6 @@ def _buckets(context: LaunchContext, sent: tuple[TensorSlice, ...]) -> Iterator[
         targets.append(TensorSlice(name, dtype_name(dtype), source.shape, offset))
         end = offset + size
     yield _PlannedBucket(tuple(sources), tuple(targets), end)
-
-
-def _piece(flat_bytes: Tensor, piece: TensorSlice) -> Tensor:
-    dtype: torch.dtype = getattr(torch, piece.dtype)
-    size = math.prod(piece.shape) * dtype.itemsize
-    return flat_bytes[piece.offset : piece.offset + size].view(dtype).view(piece.shape)
 
 
 def _own_storage(flat: Tensor) -> Tensor:
