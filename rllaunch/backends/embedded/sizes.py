@@ -8,6 +8,7 @@ from rllaunch.backends.base import LaunchContext, MemoryReading
 from rllaunch.backends.embedded.layout import lay_out
 from rllaunch.backends.embedded.model import build_model, engine_dtype
 from rllaunch.backends.embedded.pool import Pool
+from rllaunch.backends.embedded.trainer_layouts import trainer_layouts
 from rllaunch.plan.handoff import BACKED_UP, Region
 
 
@@ -22,8 +23,6 @@ def padded_bytes(context: LaunchContext, needed: Mapping[Region, int]) -> dict[R
 
 def arena_bytes(context: LaunchContext) -> int:
     """The larger of the trainer's backup and the engine's mirror."""
-    from rllaunch.backends.embedded.trainer import trainer_layouts
-
     layouts = trainer_layouts(context)
     engine = build_model(context, dtype=engine_dtype(context), device="meta")
     sizes = padded_bytes(
