@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +173,24 @@ class Reference:
         if self._is_pinned:
             release_pinned(self._host)
         self._pool.release(self._params.owner, "reference")
+
+
+def regions_of(
+    models: Sequence[Any], optimizer: Any, pool: Pool, owner: str, device: torch.device | str
+) -> dict[Region, StorageRegion]:
+    """Parameters, what the optimizer keeps beside them on `device`, and gradients.
+
+    Args:
+        models: the policy's before a critic's, which is their order in every region; the reference is of its first
+            part.
+    """
+    params = StorageRegion(pool, owner, "params", (t for m in models for t in parameter_tensors(m)))
+    own = [t for t in optimizer_tensors(optimizer, device) if t not in params]
+    return {
+        "params": params,
+        "optimizer": StorageRegion(pool, owner, "optimizer", own),
+        "grads": StorageRegion(pool, owner, "grads", (t for m in models for t in gradient_tensors(m))),
+    }
 
 
 def parameter_tensors(model: Any) -> Iterator[Tensor]:

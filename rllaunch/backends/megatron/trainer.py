@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +34,9 @@ from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_
 from rllaunch.backends.megatron.ipc import IpcSender
 from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.passes import share_here
-from rllaunch.backends.megatron.pieces import Piece, pieces
+from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.process_groups import ProcessGroups
-from rllaunch.backends.megatron.regions import (
-    Reference,
-    StorageRegion,
-    gradient_tensors,
-    optimizer_tensors,
-    parameter_tensors,
-)
+from rllaunch.backends.megatron.regions import Reference, StorageRegion, parameter_tensors, regions_of
 from rllaunch.backends.megatron.saver import SavedState
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
@@ -111,21 +105,11 @@ class MegatronTrainer:
 
     def _find_regions(self) -> None:
         built = self.built
-        # The policy's before a critic's, in every region: the reference is of the first part.
-        params = self._region("params", (t for m in built.models for t in parameter_tensors(m)))
-        own = [t for t in optimizer_tensors(built.optimizer, self.slot.device) if t not in params]
-        self._regions = {
-            "params": params,
-            "optimizer": self._region("optimizer", own),
-            "grads": self._region("grads", (t for m in built.models for t in gradient_tensors(m))),
-        }
+        self._regions = regions_of(built.models, built.optimizer, self._device_pool, self._owner, self.slot.device)
         self._memory = TrainerMemory(self._regions)
-        model = built.ddp.module
+        params, model = self._regions["params"], built.ddp.module
         self._where = {n: params.locate(n, p.data) for n, p in model.named_parameters()}
         self._resident = {n: p.data for n, p in model.named_parameters()} | dict(model.named_buffers())
-
-    def _region(self, region: Region, tensors: Iterable[Tensor]) -> StorageRegion:
-        return StorageRegion(self._device_pool, self._owner, region, tensors)
 
     def _backup(self) -> Backup | None:
         options = self.context.options
@@ -290,30 +274,16 @@ class MegatronTrainer:
 
     def save(self, directory: str) -> None:
         self._memory.require(*BACKED_UP, to="save")
-        state = self._pieces(with_copies=False)
+        state = state_pieces(self.built, with_copies=False)
         checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
         named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
         checkpoint.export(named, self.context, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
         self._memory.require(*BACKED_UP, to="load")
-        state = self._pieces(with_copies=True)
+        state = state_pieces(self.built, with_copies=True)
         self.steps.num_steps = checkpoint.load_state(Path(directory), state, self._facts_of_state())
         set_num_steps(self.built.optimizer, self.steps.num_steps)
 
-    def _pieces(self, *, with_copies: bool) -> Iterator[Piece]:
-        built = self.built
-        yield from pieces("policy", built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
-        if (placement := built.critic_placement) is not None:
-            yield from pieces("critic", placement, built.critic.module, built.optimizer, with_copies=with_copies)
-
     def _facts_of_state(self) -> dict[str, str]:
-        config = self.context.config
-        lora = config.algorithm
-        on = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, on {', '.join(lora.lora_target_modules)}"
-        return {
-            "model": repr(self.built.shape),
-            "precision": config.trainer.precision,
-            "adapters": on if config.has_lora else "none",
-            "critic": str(config.has_critic),
-        }
+        return checkpoint.facts_of(self.context.config, self.built.shape)
