@@ -199,12 +199,15 @@ def _batch(context: LaunchContext) -> Any:
 
 def _hold(backend: Any, options: HandoffOptions) -> None:
     """Hold host copies another way from now on; the trainer is awake."""
+    from rllaunch.backends.megatron.saver import SavedState
+
     backend.context = replace(backend.context, options=options)
-    if backend._saved is not None:
-        backend._saved._saver.retain_cpu_backup = options.buffers == "retained"
+    memory = backend._memory
+    if isinstance(memory.backup, SavedState):
+        memory.backup._saver.retain_cpu_backup = options.buffers == "retained"
         return
-    backend._copies.shutdown()
-    backend._copies = backend._host_copies()
+    memory.backup.shutdown()
+    memory.backup = backend._backup()
 
 
 def _ceiling() -> tuple[float, float]:

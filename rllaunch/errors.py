@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from traceback import FrameSummary
 
 EXIT_OK = 0
 """It was done: the run ended, nothing that was looked at has an error."""
@@ -108,3 +113,12 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
     if near:
         return "did you mean " + " or ".join(repr(by_fold[n]) for n in near) + "?"
     return f"{what}: {', '.join(names)}" if names else f"{what}: none"
+
+
+def own_frame(frames: Sequence[FrameSummary], home: Path) -> FrameSummary:
+    """Where code from under `home` failed: its own last line, rather than that of a library it called.
+
+    Args:
+        frames: of a traceback, at least one; the last is the answer where none is from there.
+    """
+    return ([f for f in frames if Path(f.filename).parent.is_relative_to(home)] or frames)[-1]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from rllaunch import builtin
-from rllaunch.errors import PluginError, RllaunchError, did_you_mean
+from rllaunch.errors import PluginError, RllaunchError, did_you_mean, own_frame
 from rllaunch.hooks import PROJECT, RunObserver, Specs
 
 if TYPE_CHECKING:
@@ -352,9 +352,8 @@ def _place_of(error: BaseException) -> str:
     frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(("<frozen ", *ours))]
     if not frames:
         return ""
-    # The plugin's own last line, rather than that of a library it called.
-    theirs = [f for f in frames if Path(f.filename).parent.is_relative_to(Path(frames[0].filename).parent)]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}"
+    last = own_frame(frames, Path(frames[0].filename).parent)
+    return f"{last.filename}:{last.lineno}"
 
 
 def _way_out(info: PluginInfo) -> str:

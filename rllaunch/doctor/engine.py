@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from rllaunch.doctor.finding import Finding, Level, Rule
-from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_OK, did_you_mean
+from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_ENVIRONMENT, EXIT_OK, did_you_mean, own_frame
 from rllaunch.resolve.origins import Resolved
 
 RANK: dict[Level, int] = {"error": 0, "warning": 1, "info": 2}
@@ -109,9 +109,8 @@ def _run(rule: Rule, resolved: Resolved) -> list[Finding]:
 
 def _failed(rule: Rule, error: Exception) -> Finding:
     frames = traceback.extract_tb(error.__traceback__)
-    # The rule's own last line, rather than that of a library it called.
     home = Path(rule.check.__code__.co_filename).parent if inspect.isfunction(rule.check) else Path("/")
-    last = ([f for f in frames if Path(f.filename).parent.is_relative_to(home)] or frames)[-1]
+    last = own_frame(frames, home)
     built_in = rule.plugin.split()[0] == "rllaunch"
     return Finding(
         "RL001",

@@ -118,7 +118,7 @@ def test_larger_regions_are_allocated_as_large_as_they_are_booked(tmp_path: Path
     for _, step, _ in rig.run(cycles=1):
         if step.name == "train":
             parameter = next(rig.trainer.models["actor"].parameters())
-            moments = next(iter(rig.trainer.optimizer.state.values()))
+            moments = next(iter(rig.trainer.optimizer.adam.state.values()))
             tensors = {"params": parameter, "grads": parameter.grad, "optimizer": moments["exp_avg"]}
         elif step.name == "generate":
             tensors = {"weights": next(rig.engine.model.parameters())}

@@ -26,10 +26,11 @@ from rig import (
     started_trainer,
 )
 
+from rllaunch.algo.steps import lr_at
 from rllaunch.backends.base import TrainBatch
 from rllaunch.backends.embedded.layout import checksum
 from rllaunch.backends.embedded.model import build_model
-from rllaunch.backends.embedded.trainer import EmbeddedTrainer, lr_at
+from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import HandoffOptions
 from rllaunch.run.rehearsal import shrink
@@ -149,8 +150,8 @@ def test_what_is_outside_the_mask_does_not_matter(tmp_path: Path):
 def test_each_sample_is_in_exactly_one_step_of_a_rollout(tmp_path: Path):
     trainer = started_trainer(tmp_path, trainer={"num_steps_per_rollout": 4})
     seen: list[list[int]] = []
-    step = trainer._step
-    trainer._step = lambda work, rows, **k: seen.append(rows.tolist()) or step(work, rows, **k)  # type: ignore[method-assign]
+    step = trainer.steps._step
+    trainer.steps._step = lambda work, rows, **k: seen.append(rows.tolist()) or step(work, rows, **k)  # type: ignore[method-assign]
     for rollout_id in range(2):
         trainer.train(make_batch(trainer.context, rollout_id))
     assert [len(rows) for rows in seen] == [2] * 8

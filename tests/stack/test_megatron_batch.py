@@ -16,7 +16,8 @@ from rig import QWEN3, make_batch
 from test_megatron_trainer import PADDED, launch, started
 
 from rllaunch.backends.base import TrainBatch
-from rllaunch.backends.megatron.batch import MicroBatch, Share, Work, make_work, micro_batches, take
+from rllaunch.backends.megatron.batch import MicroBatch, Work, make_work, micro_batches, take
+from rllaunch.backends.megatron.dealing import Share
 from rllaunch.backends.megatron.trainer import MegatronTrainer
 
 pytestmark = pytest.mark.stack

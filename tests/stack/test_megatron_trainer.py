@@ -25,6 +25,7 @@ from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
 from rllaunch.backends.megatron.context import segments
+from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.trainer import MegatronTrainer
 from rllaunch.backends.megatron.weights import unstack_experts
@@ -400,15 +401,15 @@ def test_an_optimizer_on_the_host_is_in_the_checkpoint_and_fits_one_on_the_devic
     trainer = started(MegatronTrainer, launch(**facts, trainer={"precision": "bf16", "optimizer_cpu_offload": True}))
     # Its step moves gradients off a GPU, and there is none here: values stand for what it would leave.
     torch.manual_seed(5)
-    for piece in trainer._pieces(with_copies=False):
+    for piece in state_pieces(trainer.built, with_copies=False):
         piece.tensor.copy_(torch.randn_like(piece.tensor))
-    want = {(p.key, p.offset): p.tensor.clone() for p in trainer._pieces(with_copies=False)}
+    want = {(p.key, p.offset): p.tensor.clone() for p in state_pieces(trainer.built, with_copies=False)}
     assert {key.partition(": ")[2] for key, _ in want} == {"weight", "main", "exp_avg", "exp_avg_sq"}
     trainer.save(str(tmp_path))
     for more in ({"optimizer_cpu_offload": True}, {}):
         other = started(MegatronTrainer, launch(**facts, trainer={"precision": "bf16", **more}))
         other.load(str(tmp_path))
-        got = {(p.key, p.offset): p.tensor for p in other._pieces(with_copies=False)}
+        got = {(p.key, p.offset): p.tensor for p in state_pieces(other.built, with_copies=False)}
         assert got.keys() == want.keys()
         assert all(torch.equal(got[at], tensor) for at, tensor in want.items()), more
 

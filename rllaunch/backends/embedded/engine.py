@@ -17,8 +17,8 @@ from torch import Tensor
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, MemoryReading, Slot
 from rllaunch.backends.embedded.cache import FlatCache, attends_by_token, cache_layout, layer_shapes
 from rllaunch.backends.embedded.decoding import CachedDecoder, Decoder, WholeDecoder
-from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
-from rllaunch.backends.embedded.layout import Layout, checksum, dtype_of, lay_out, move_parameters, nbytes_of
+from rllaunch.backends.embedded.host_copies import HostCopies, make_host_copies
+from rllaunch.backends.embedded.layout import Layout, checksum, lay_out, move_parameters, view_of
 from rllaunch.backends.embedded.model import build_model, engine_dtype, special_ids
 from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
 from rllaunch.backends.embedded.shared_file import SharedFile
@@ -121,12 +121,9 @@ class EmbeddedEngine:
         if not options.has_mirror:
             return None
         sizes: dict[Region, int] = {"weights": self._sizes["weights"]}
-        pinned = self.slot.device != "cpu"
-        if options.buffers == "shared" and options.offload_train:
-            arena = Arena(self.slot, self._host_pool, arena_bytes(self.context), is_pinned=pinned)
-            return ArenaCopies(arena, self._owner, sizes)
-        is_retained = options.buffers == "retained"
-        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=is_retained, is_pinned=pinned)
+        return make_host_copies(
+            options, self.slot, self._host_pool, self._owner, sizes, lambda: arena_bytes(self.context)
+        )
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -146,8 +143,7 @@ class EmbeddedEngine:
             if target is None or tuple(target.shape) != piece.shape:
                 has = "has no such tensor" if target is None else f"holds {list(target.shape)}"
                 raise RunError(f"{self._owner} {has}: the update brings {piece.name} {list(piece.shape)}")
-            source = content[piece.offset : piece.offset + nbytes_of(piece)].view(dtype_of(piece)).view(piece.shape)
-            target.copy_(source)
+            target.copy_(view_of(content, piece))
             self._missing.discard(piece.name)
 
     def end_weight_update(self, version: int) -> None:
@@ -251,7 +247,8 @@ class EmbeddedEngine:
 
     def memory(self) -> MemoryReading:
         pss = recorded_pss(self.context.config, [os.getpid()])
-        return replace(read_memory(self._device_pool, self._host_pool, self._copies), pss_bytes=pss)
+        moved_bytes = self._copies.take_moved() if self._copies is not None else 0
+        return replace(read_memory(self._device_pool, self._host_pool, moved_bytes), pss_bytes=pss)
 
     def shutdown(self) -> None:
         if self._copies is not None:

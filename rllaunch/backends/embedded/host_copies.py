@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ from rllaunch.backends.embedded.pinned import allocate_pinned, pin, release_pinn
 from rllaunch.backends.embedded.pool import FlatBuffer, Pool
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.errors import RunError
-from rllaunch.plan.handoff import Region
+from rllaunch.plan.handoff import HandoffOptions, Region
 
 DeviceBytes = Tensor | Sequence[tuple[int, Tensor]]
 """A region on the device: one flat uint8 tensor, or the pieces it consists of with their offsets."""
@@ -315,3 +315,24 @@ class _PinnedBuffer(FlatBuffer):
         self._bytes = None
         self.is_resident = False
         self.pool.release(self.owner, self.region)
+
+
+def make_host_copies(
+    options: HandoffOptions,
+    slot: Slot,
+    pool: Pool,
+    owner: str,
+    sizes: Mapping[Region, int],
+    arena_bytes: Callable[[], int],
+) -> HostCopies:
+    """Held as the options say: in the slot's arena where a trainer shares one, else in buffers of the owner's own.
+
+    Args:
+        pool: of the slot's host.
+        sizes: of the owner's regions that are copied.
+        arena_bytes: asked only where there is an arena; the trainer's answer and the engine's must agree.
+    """
+    is_pinned = slot.device != "cpu"
+    if options.buffers == "shared" and options.offload_train:
+        return ArenaCopies(Arena(slot, pool, arena_bytes(), is_pinned=is_pinned), owner, sizes)
+    return OwnCopies(pool, owner, sizes, is_retained=options.buffers == "retained", is_pinned=is_pinned)

@@ -109,3 +109,9 @@ def nbytes_of(tensor_slice: TensorSlice) -> int:
     for size in tensor_slice.shape:
         nbytes *= size
     return nbytes
+
+
+def view_of(flat_bytes: Tensor, tensor_slice: TensorSlice) -> Tensor:
+    """The tensor that lies at its place in flat bytes."""
+    own = flat_bytes[tensor_slice.offset : tensor_slice.offset + nbytes_of(tensor_slice)]
+    return own.view(dtype_of(tensor_slice)).view(tensor_slice.shape)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rllaunch.backends.base import LaunchContext, Slot
+from rllaunch.backends.base import LaunchContext, Slot, TensorSlice
 from rllaunch.errors import FitError, RunError
 
 _MAGIC = b"RLLPOOL1"
@@ -342,6 +342,14 @@ class FlatBuffer:
         for size in shape:
             num_bytes *= size
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
+
+    def pieces(self) -> list[tuple[int, Tensor]]:
+        """All of it, at its beginning: what a region consists of, as `HostCopies` takes it."""
+        return [(0, self.bytes)]
+
+    def at(self, piece: TensorSlice) -> Tensor:
+        """The tensor at a place in the buffer."""
+        return self.view(getattr(torch, piece.dtype), piece.offset, piece.shape)
 
 
 def _field(text: str, size: int) -> bytes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rllaunch.backends.base import LaunchContext, MemoryReading
-from rllaunch.backends.embedded.host_copies import HostCopies
 from rllaunch.backends.embedded.layout import lay_out
 from rllaunch.backends.embedded.model import build_model, engine_dtype
 from rllaunch.backends.embedded.pool import Pool
+from rllaunch.backends.embedded.trainer_layouts import trainer_layouts
 from rllaunch.plan.handoff import BACKED_UP, Region
 
 
@@ -23,8 +23,6 @@ def padded_bytes(context: LaunchContext, needed: Mapping[Region, int]) -> dict[R
 
 def arena_bytes(context: LaunchContext) -> int:
     """The larger of the trainer's backup and the engine's mirror."""
-    from rllaunch.backends.embedded.trainer import trainer_layouts
-
     layouts = trainer_layouts(context)
     engine = build_model(context, dtype=engine_dtype(context), device="meta")
     sizes = padded_bytes(
@@ -38,7 +36,11 @@ def arena_bytes(context: LaunchContext) -> int:
     return max(sum(sizes[r] for r in BACKED_UP), sizes["weights"] if context.options.has_mirror else 0)
 
 
-def read_memory(device: Pool, host: Pool, copies: HostCopies | None) -> MemoryReading:
-    """The books of a slot's device and of its node's host, whoever holds the memory; starts a new peak."""
+def read_memory(device: Pool, host: Pool, moved_bytes: int) -> MemoryReading:
+    """The books of a slot's device and of its node's host, whoever holds the memory; starts a new peak.
+
+    Args:
+        moved_bytes: copied between them by the asker since its last reading.
+    """
     (gpu, gpu_peak), (node, node_peak) = device.reading(), host.reading()
-    return MemoryReading(gpu, node, gpu_peak, node_peak, copies.take_moved() if copies else 0)
+    return MemoryReading(gpu, node, gpu_peak, node_peak, moved_bytes)

@@ -43,18 +43,32 @@ from torch.futures import Future
 from rllaunch.backends.base import LaunchContext
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.megatron.pieces import Piece
+from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.errors import RunError
+from rllaunch.resolve.schema import LaunchConfig
 
 _FACTS = "state.json"
 _FILE_BYTES = 5 * 2**30
 _STAGED_BYTES = 2**29
 
 
+def facts_of(config: LaunchConfig, shape: ModelShape) -> dict[str, str]:
+    """What must be equal where a state is loaded."""
+    lora = config.algorithm
+    on = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, on {', '.join(lora.lora_target_modules)}"
+    return {
+        "model": repr(shape),
+        "precision": config.trainer.precision,
+        "adapters": on if config.has_lora else "none",
+        "critic": str(config.has_critic),
+    }
+
+
 def save_state(directory: Path, pieces: Iterable[Piece], facts: Mapping[str, str], num_steps: int) -> None:
     """
     Args:
         pieces: this rank's; of those that several ranks hold alike, one rank writes each.
-        facts: what must be equal where it is loaded.
+        facts: of `facts_of`.
     """
     if dist.get_rank() == 0:
         (directory / _FACTS).write_text(json.dumps({**facts, "num_steps": num_steps}), encoding="utf-8")

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rllaunch.backends.megatron.batch import MicroBatch, Part, Share, Work, micro_batches, take
+from rllaunch.backends.megatron.batch import MicroBatch, Work, micro_batches, take
+from rllaunch.backends.megatron.dealing import Part, Share
 from rllaunch.backends.megatron.options import MegatronConfigs, qkv_format
 from rllaunch.resolve.schema import LaunchConfig
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rllaunch.backends.megatron.build import Built
 from rllaunch.backends.megatron.placement import Held, Placement
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import Entry
@@ -35,6 +36,13 @@ class Piece:
     size: Pair
     offset: Pair
     tensor: Tensor
+
+
+def state_pieces(built: Built, *, with_copies: bool) -> Iterator[Piece]:
+    """Of the policy and of a critic, where there is one; `with_copies` as `pieces` takes it."""
+    yield from pieces("policy", built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
+    if (placement := built.critic_placement) is not None:
+        yield from pieces("critic", placement, built.critic.module, built.optimizer, with_copies=with_copies)
 
 
 def pieces(role: str, placement: Placement, model: Any, optimizer: Any, *, with_copies: bool) -> Iterator[Piece]:

@@ -7,14 +7,16 @@ resizes a storage to nothing, so that every view stays the object it is and is w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rllaunch.backends.base import TensorSlice
-from rllaunch.backends.embedded.layout import dtype_name
+from rllaunch.backends.embedded.layout import dtype_name, view_of
 from rllaunch.backends.embedded.pinned import allocate_pinned, release_pinned
 from rllaunch.backends.embedded.pool import Pool
 from rllaunch.errors import RunError
@@ -69,6 +71,12 @@ class StorageRegion:
         base = self._offset[tensor.untyped_storage().data_ptr()]
         offset = base + int(tensor.storage_offset()) * tensor.itemsize
         return TensorSlice(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset)
+
+    def at(self, piece: TensorSlice) -> Tensor:
+        """The counterpart of `locate`; while the memory is somebody else's to bring back only an address."""
+        offsets = list(self._offset.values())
+        index = bisect_right(offsets, piece.offset) - 1
+        return view_of(self._flat[index], replace(piece, offset=piece.offset - offsets[index]))
 
     def end_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of the region up to the last of these; they must not have been freed yet."""
@@ -165,6 +173,24 @@ class Reference:
         if self._is_pinned:
             release_pinned(self._host)
         self._pool.release(self._params.owner, "reference")
+
+
+def regions_of(
+    models: Sequence[Any], optimizer: Any, pool: Pool, owner: str, device: torch.device | str
+) -> dict[Region, StorageRegion]:
+    """Parameters, what the optimizer keeps beside them on `device`, and gradients.
+
+    Args:
+        models: the policy's before a critic's, which is their order in every region; the reference is of its first
+            part.
+    """
+    params = StorageRegion(pool, owner, "params", (t for m in models for t in parameter_tensors(m)))
+    own = [t for t in optimizer_tensors(optimizer, device) if t not in params]
+    return {
+        "params": params,
+        "optimizer": StorageRegion(pool, owner, "optimizer", own),
+        "grads": StorageRegion(pool, owner, "grads", (t for m in models for t in gradient_tensors(m))),
+    }
 
 
 def parameter_tensors(model: Any) -> Iterator[Tensor]:

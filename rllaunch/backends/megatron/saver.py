@@ -6,14 +6,17 @@ The arena of our own is the default; this is for comparing with it, and for what
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rllaunch.backends.base import TensorSlice
+from rllaunch.backends.embedded.trainer_memory import Reader
 from rllaunch.backends.megatron.regions import StorageRegion
 from rllaunch.errors import EnvironmentProblem, RunError
+from rllaunch.plan.handoff import BACKED_UP, Region
 from rllaunch.resolve.schema import LaunchConfig
 
 TAG = "trainer_state"
@@ -43,16 +46,16 @@ def environment_of(config: LaunchConfig) -> dict[str, str]:
 
 
 class SavedState:
-    """Regions moved into the saver's memory, where `pause` frees and `resume` brings back all of them at once.
+    """A backup in the saver's memory, which the regions are moved into here: it pauses all of them at once.
 
     Args:
         is_retained: the saver's host buffers stay pinned; else they are pinned anew at each pause.
     """
 
-    def __init__(self, regions: Sequence[StorageRegion], *, is_retained: bool) -> None:
+    def __init__(self, regions: Mapping[Region, StorageRegion], *, is_retained: bool) -> None:
         self._saver = _saver()
-        self._regions = regions
-        for region in regions:
+        self._regions = {r: regions[r] for r in BACKED_UP}
+        for region in self._regions.values():
             kept = [piece.cpu() for _, piece in region.pieces()]
             region.free()
             torch.cuda.empty_cache()
@@ -64,30 +67,42 @@ class SavedState:
         self._saver.retain_cpu_backup = is_retained
         self._moved_bytes = 0
 
-    def pause(self) -> None:
+    def store(self) -> None:
         """They must be resident: the saver answers a second pause by ending the process."""
-        for region in self._regions:
+        for region in self._regions.values():
             region.leave()
         torch.cuda.synchronize()
         self._saver.pause(TAG)
-        self._moved_bytes += sum(region.nbytes for region in self._regions)
+        self._moved_bytes += self._nbytes
 
-    def resume(self) -> None:
-        for region in self._regions:
+    def restore(self) -> None:
+        for region in self._regions.values():
             region.enter()
         self._saver.resume(TAG)
-        self._moved_bytes += sum(region.nbytes for region in self._regions)
+        self._moved_bytes += self._nbytes
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(region.nbytes for region in self._regions.values())
 
     def take_moved(self) -> int:
         moved, self._moved_bytes = self._moved_bytes, 0
         return moved
 
-    def host_copy(self, tensor: Tensor) -> Tensor:
-        """What the saver holds of a paused tensor, in pinned memory."""
-        found: Tensor | None = self._saver.get_cpu_backup(tensor, zero_copy=True)
-        if found is None:
-            raise RunError("torch_memory_saver holds no copy of a parameter that it paused")
-        return found
+    def reader(self, region: Region) -> Reader:
+        """What the saver holds of paused tensors, in pinned memory."""
+        paused = self._regions[region]
+
+        def host_copy(piece: TensorSlice) -> Tensor:
+            found: Tensor | None = self._saver.get_cpu_backup(paused.at(piece), zero_copy=True)
+            if found is None:
+                raise RunError(f"torch_memory_saver holds no copy of {piece.name}, which it paused")
+            return found
+
+        return host_copy
+
+    def shutdown(self) -> None:
+        """The saver's buffers end with the process."""
 
 
 def _saver() -> Any:

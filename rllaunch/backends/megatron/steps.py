@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rllaunch.algo.losses import aggregate, aggregation_count, clipped_policy_loss, kl_estimate, kl_k3
+from rllaunch.algo.steps import lr_at, step_orders
 from rllaunch.backends.base import LaunchContext
-from rllaunch.backends.embedded.trainer import lr_at
-from rllaunch.backends.megatron.batch import MicroBatch, Work, step_orders
+from rllaunch.backends.megatron.batch import MicroBatch, Work
 from rllaunch.backends.megatron.build import Built
 from rllaunch.backends.megatron.critic import Critic
 from rllaunch.backends.megatron.lora import Adapters

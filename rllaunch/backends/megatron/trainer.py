@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,11 @@ from rllaunch.backends.base import (
     TrainMetrics,
     WeightSink,
 )
-from rllaunch.backends.embedded.host_copies import Arena, ArenaCopies, HostCopies, OwnCopies
-from rllaunch.backends.embedded.layout import dtype_of, nbytes_of
+from rllaunch.backends.embedded.host_copies import make_host_copies
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.pool import open_pools
 from rllaunch.backends.embedded.sizes import read_memory
+from rllaunch.backends.embedded.trainer_memory import Backup, CopiedState, TrainerMemory
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
 from rllaunch.backends.megatron.batch import make_work
@@ -34,30 +34,18 @@ from rllaunch.backends.megatron.build import Built, build, set_num_steps, start_
 from rllaunch.backends.megatron.ipc import IpcSender
 from rllaunch.backends.megatron.lora import Adapters
 from rllaunch.backends.megatron.passes import share_here
-from rllaunch.backends.megatron.pieces import Piece, pieces
+from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.process_groups import ProcessGroups
-from rllaunch.backends.megatron.regions import (
-    Reference,
-    StorageRegion,
-    gradient_tensors,
-    optimizer_tensors,
-    parameter_tensors,
-)
+from rllaunch.backends.megatron.regions import Reference, StorageRegion, parameter_tensors, regions_of
 from rllaunch.backends.megatron.saver import SavedState
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
 from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes
 from rllaunch.backends.node_memory import GpuMemory
-from rllaunch.errors import ConfigError, RunError
+from rllaunch.errors import ConfigError
 from rllaunch.plan.architecture import read_architecture
 from rllaunch.plan.handoff import BACKED_UP, Region
 from rllaunch.plan.sizes import sizes_of
-
-
-def _view(host_bytes: Tensor, piece: TensorSlice) -> Tensor:
-    flat = host_bytes[piece.offset : piece.offset + nbytes_of(piece)]
-    typed: Tensor = flat.view(dtype_of(piece)).view(piece.shape)
-    return typed
 
 
 class MegatronTrainer:
@@ -79,8 +67,7 @@ class MegatronTrainer:
         self._gpu: GpuMemory | None = None
         self.groups: ProcessGroups | None = None
         self._regions: dict[Region, StorageRegion] = {}
-        self._copies: HostCopies | None = None
-        self._saved: SavedState | None = None
+        self._memory = TrainerMemory(self._regions)
         self._reference: Reference | None = None
         self._where: dict[str, TensorSlice] = {}
         self._resident: dict[str, Tensor] = {}
@@ -104,10 +91,7 @@ class MegatronTrainer:
             start_processes(self.context.config, rank, self.slot.device)
             self.built: Built = build(self.context, self.slot.device)
         self._find_regions()
-        if self._is_cuda and self.context.config.handoff.trainer_offload_backend == "torch_memory_saver":
-            self._saved = self._saved_state()
-        else:
-            self._copies = self._host_copies()
+        self._memory.backup = self._backup()
         reference: Reference | Adapters | None = None
         if self.context.config.algorithm.kl_loss_coef > 0:
             reference = self.built.adapters or self._host_reference()
@@ -121,50 +105,36 @@ class MegatronTrainer:
 
     def _find_regions(self) -> None:
         built = self.built
-        # The policy's before a critic's, in every region: the reference is of the first part.
-        params = self._region("params", (t for m in built.models for t in parameter_tensors(m)))
-        own = [t for t in optimizer_tensors(built.optimizer, self.slot.device) if t not in params]
-        self._regions = {
-            "params": params,
-            "optimizer": self._region("optimizer", own),
-            "grads": self._region("grads", (t for m in built.models for t in gradient_tensors(m))),
-        }
-        model = built.ddp.module
+        self._regions = regions_of(built.models, built.optimizer, self._device_pool, self._owner, self.slot.device)
+        self._memory = TrainerMemory(self._regions)
+        params, model = self._regions["params"], built.ddp.module
         self._where = {n: params.locate(n, p.data) for n, p in model.named_parameters()}
         self._resident = {n: p.data for n, p in model.named_parameters()} | dict(model.named_buffers())
 
-    def _region(self, region: Region, tensors: Iterable[Tensor]) -> StorageRegion:
-        return StorageRegion(self._device_pool, self._owner, region, tensors)
-
-    def _saved_state(self) -> SavedState | None:
+    def _backup(self) -> Backup | None:
         options = self.context.options
         if not options.offload_train:
             return None
-        return SavedState([self._regions[r] for r in BACKED_UP], is_retained=options.buffers == "retained")
-
-    def _host_copies(self) -> HostCopies | None:
-        options = self.context.options
-        if not options.offload_train:
-            return None
+        if self._is_cuda and self.context.config.handoff.trainer_offload_backend == "torch_memory_saver":
+            return SavedState(self._regions, is_retained=options.buffers == "retained")
         sizes: dict[Region, int] = {r: self._regions[r].nbytes for r in BACKED_UP}
-        is_pinned = self.slot.device != "cpu"
-        if options.buffers == "shared":
-            if options.has_mirror and self.context.config.rollout.backend == "embedded":
-                raise ConfigError(
-                    "the megatron trainer shares no arena with embedded engines: these size it for an embedded trainer",
-                    ["handoff.offload_train_buffers = shared", "rollout.backend = embedded"],
-                    "use --offload-train-buffers fresh",
-                )
-            nbytes = max(sum(sizes.values()), self._mirror_bytes())
-            arena = Arena(self.slot, self._host_pool, nbytes, is_pinned=is_pinned)
-            return ArenaCopies(arena, self._owner, sizes)
-        is_retained = options.buffers == "retained"
-        return OwnCopies(self._host_pool, self._owner, sizes, is_retained=is_retained, is_pinned=is_pinned)
+
+        def arena_bytes() -> int:
+            return max(sum(sizes.values()), self._mirror_bytes())
+
+        copies = make_host_copies(options, self.slot, self._host_pool, self._owner, sizes, arena_bytes)
+        return CopiedState(self._regions, copies)
 
     def _mirror_bytes(self) -> int:
         """What the arena must hold of the slot's engine: its weights as planned, and a bit."""
         if not self.context.options.has_mirror:
             return 0
+        if self.context.config.rollout.backend == "embedded":
+            raise ConfigError(
+                "the megatron trainer shares no arena with embedded engines: these size it for an embedded trainer",
+                ["handoff.offload_train_buffers = shared", "rollout.backend = embedded"],
+                "use --offload-train-buffers fresh",
+            )
         return self._planned()["weights"] * 11 // 10
 
     def _planned(self) -> Mapping[Region, int]:
@@ -174,43 +144,24 @@ class MegatronTrainer:
     # -- handoff -----------------------------------------------------------------------------------
 
     def offload(self) -> None:
-        if not self._offloads or not self._regions["params"].is_resident:
+        if not self._memory.can_offload:
             return
         if self.groups is not None:
             self.groups.tear_down()
-        if self._regions["grads"].is_resident:
-            self._regions["grads"].free()
-        if self._saved is not None:
-            self._saved.pause()
-        elif self._copies is not None:
-            for region in BACKED_UP:
-                self._copies.store(region, self._regions[region].pieces())
-                self._regions[region].free()
+        self._memory.offload()
         self._return_to_driver()
 
     def onload(self) -> None:
-        if not self._offloads or self._regions["params"].is_resident:
+        if not self._memory.can_onload:
             return
-        if self._saved is not None:
-            self._saved.resume()
-        elif self._copies is not None:
-            for region in BACKED_UP:
-                self._regions[region].allocate()
-                self._copies.restore(region, self._regions[region].pieces())
-        if not self._regions["grads"].is_resident:
-            self._regions["grads"].allocate()
+        self._memory.onload()
         if self.groups is not None:
             self.groups.make_anew()
-
-    @property
-    def _offloads(self) -> bool:
-        return self._saved is not None or self._copies is not None
 
     def clear_memory(self) -> None:
         if self.groups is not None:
             self.groups.tear_down()
-        if self._regions["grads"].is_resident:
-            self._regions["grads"].free()
+        self._memory.free_grads()
         self._return_to_driver()
 
     def _return_to_driver(self) -> None:
@@ -226,17 +177,14 @@ class MegatronTrainer:
 
     def _reading(self) -> MemoryReading:
         if self._gpu is not None:
-            holder = self._saved or self._copies
-            reading = self._gpu.reading(holder.take_moved() if holder is not None else 0, [os.getpid()])
-            return reading if self._saved is not None else replace(reading, pinned_bytes=self._host_pool.used())
-        return read_memory(self._device_pool, self._host_pool, self._copies)
+            reading = self._gpu.reading(self._memory.take_moved(), [os.getpid()])
+            # What the saver pins is in nobody's books.
+            is_booked = not isinstance(self._memory.backup, SavedState)
+            return replace(reading, pinned_bytes=self._host_pool.used()) if is_booked else reading
+        return read_memory(self._device_pool, self._host_pool, self._memory.take_moved())
 
     def shutdown(self) -> None:
-        if self._copies is not None:
-            self._copies.shutdown()
-        for region in self._regions.values():
-            if region.is_resident:
-                region.free()
+        self._memory.shutdown()
         if self._reference is not None:
             self._reference.shutdown()
         self._sender.close()
@@ -255,25 +203,20 @@ class MegatronTrainer:
         Every rank is given all samples; data-parallel ranks take their share of each optimizer step's, and
         context-parallel ranks of each sample.
         """
-        if not self._regions["grads"].is_resident and self._regions["params"].is_resident:
+        if self._memory.is_resident and not self._regions["grads"].is_resident:
             # Released by `clear_memory` without an offload after it; their content is made anew in each step.
             self._regions["grads"].allocate()
             if self.groups is not None:
                 self.groups.make_anew()
-        for region in ("params", "optimizer", "grads"):
-            self._require(region, "train")
+        self._memory.require(*BACKED_UP, "grads", to="train")
         share = share_here(self.context.config, self.built.configs, self.slot.device)
         work = make_work(batch, self.context.config, self.slot.device, share)
         figures = self.steps.train(work, batch.rollout_id)
-        if self._is_cuda and self._offloads:
+        if self._is_cuda and self._memory.backup is not None:
             # What is left of the activations is nobody's: the handoff would return it in a moment.
             del work
             self._return_to_driver()
         return TrainMetrics(figures)
-
-    def _require(self, region: Region, what: str) -> None:
-        if not self._regions[region].is_resident:
-            raise RunError(f"{self._owner}: {what} while {region} is offloaded", "", "onload first")
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -318,20 +261,10 @@ class MegatronTrainer:
         return adapters.merged(self._plain(), device) if adapters else self._plain()
 
     def _plain(self) -> Callable[[str], Tensor]:
-        if self._regions["params"].is_resident:
+        if self._memory.is_resident:
             return self._resident.__getitem__
-        if (saved := self._saved) is not None:
-            return lambda name: saved.host_copy(self._resident[name]) if name in self._where else self._resident[name]
-        assert self._copies is not None, "offloaded parameters have a host copy"
-        host_bytes = self._copies.read("params")
-
-        def from_host(name: str) -> Tensor:
-            if name not in self._where:
-                return self._resident[name]
-            piece = self._where[name]
-            return _view(host_bytes, piece)
-
-        return from_host
+        read = self._memory.reader("params")
+        return lambda name: read(self._where[name]) if name in self._where else self._resident[name]
 
     def _gather_device(self) -> str:
         """A single rank needs no way over the device: an update from the host copy stays on the host."""
@@ -340,33 +273,17 @@ class MegatronTrainer:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def save(self, directory: str) -> None:
-        for region in BACKED_UP:
-            self._require(region, "save")
-        state = self._pieces(with_copies=False)
+        self._memory.require(*BACKED_UP, to="save")
+        state = state_pieces(self.built, with_copies=False)
         checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
         named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
         checkpoint.export(named, self.context, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
-        for region in BACKED_UP:
-            self._require(region, "load")
-        state = self._pieces(with_copies=True)
+        self._memory.require(*BACKED_UP, to="load")
+        state = state_pieces(self.built, with_copies=True)
         self.steps.num_steps = checkpoint.load_state(Path(directory), state, self._facts_of_state())
         set_num_steps(self.built.optimizer, self.steps.num_steps)
 
-    def _pieces(self, *, with_copies: bool) -> Iterator[Piece]:
-        built = self.built
-        yield from pieces("policy", built.placement, built.ddp.module, built.optimizer, with_copies=with_copies)
-        if (placement := built.critic_placement) is not None:
-            yield from pieces("critic", placement, built.critic.module, built.optimizer, with_copies=with_copies)
-
     def _facts_of_state(self) -> dict[str, str]:
-        config = self.context.config
-        lora = config.algorithm
-        on = f"rank {lora.lora_rank}, alpha {lora.lora_alpha:g}, on {', '.join(lora.lora_target_modules)}"
-        return {
-            "model": repr(self.built.shape),
-            "precision": config.trainer.precision,
-            "adapters": on if config.has_lora else "none",
-            "critic": str(config.has_critic),
-        }
+        return checkpoint.facts_of(self.context.config, self.built.shape)

@@ -144,7 +144,7 @@ class NodePart:
         if self._gpus is not None:
             return self._gpus.reading(pids=pids)
         assert self._pools is not None, "memory is read after the start"
-        return read_memory(*self._pools, None)
+        return read_memory(*self._pools, moved_bytes=0)
 
     @property
     def _shares_arena(self) -> bool:
