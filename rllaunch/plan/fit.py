@@ -103,6 +103,12 @@ def fit(
             resolved.describe("handoff.colocate"),
             "--colocate",
         )
+    if resolved.config.trainer.backend == "embedded":
+        raise ConfigError(
+            "the embedded trainer has one layout, so there is none to look for",
+            resolved.describe("trainer.backend"),
+            "--hardware NAME, of a machine with GPUs; `rllaunch profiles list` shows them",
+        )
     smaller: dict[int, str] = {}
     search = _Search(resolved, architecture)
     for nodes in _node_counts(resolved, max_nodes):
