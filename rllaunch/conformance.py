@@ -60,7 +60,6 @@ class Checked:
             "name": self.name,
             "place": self.place,
             "ok": not self.errors,
-            "findings": [f.to_json() for f in self.findings],
             "launches": [{"model": t.model, "hardware": t.hardware, "fits": t.fits} for t in self.launches],
         }
 

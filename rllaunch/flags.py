@@ -185,7 +185,9 @@ def command_of(values: Mapping[str, Any]) -> list[str]:
     for key, value in values.items():
         flag = by_key.get(key)
         section, _, name = key.partition(".")
-        if flag is None and section in PASS_THROUGH and not isinstance(value, (list, dict)):
+        if value is None and (flag is not None or section not in PASS_THROUGH):
+            words += ["--set", f"{key}=unset"]
+        elif flag is None and section in PASS_THROUGH and not isinstance(value, (list, dict)):
             dashed = f"--{section}-{name.replace('_', '-')}"
             words += [dashed] if value is True else [dashed, _text(value)]
         elif flag is None:

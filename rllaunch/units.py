@@ -19,10 +19,20 @@ AMOUNT: Mapping[str, str] = {
 }
 
 
+# A unit, its bytes, and from how many of them on it is shown. The memory of a GPU or a node stays in GiB, in which
+# people give it to a cgroup and to Slurm: 1600 GiB would be 1.6 TiB, as 1638 are.
+SHOWN_UNITS: tuple[tuple[str, int, int], ...] = (
+    ("TiB", 2**40, 10),
+    ("GiB", 2**30, 1),
+    ("MiB", 2**20, 1),
+    ("KiB", 2**10, 1),
+)
+
+
 def gib(nbytes: float) -> str:
-    """Bytes in binary units, one decimal."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= size:
+    """Bytes in binary units, one decimal; GiB below 10 TiB."""
+    for unit, size, least in SHOWN_UNITS:
+        if abs(nbytes) >= least * size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes:.0f} B"
 

@@ -304,7 +304,7 @@ def _plan_rows(a: Candidate, b: Candidate) -> Iterator[tuple[str, str, str]]:
         return what, texts[0], texts[1]
 
     both = (a, b)
-    yield row("fits", *("yes" if c.plan.fits else _break(c) for c in both))
+    yield row("fits", *(_fits(c) for c in both))
     yield row("handoff", *(c.label for c in both))
     for tier in TIERS:
         peaks = [gib(c.plan.peak(tier)) for c in both]
@@ -320,7 +320,9 @@ def _plan_rows(a: Candidate, b: Candidate) -> Iterator[tuple[str, str, str]]:
     yield row("s/cycle", *(f"{c.plan.seconds:.1f}" for c in both))
 
 
-def _break(candidate: Candidate) -> str:
-    broken = candidate.plan.first_break
-    assert broken is not None, "what does not fit breaks a limit in some step"
+def _fits(candidate: Candidate) -> str:
+    broken, limits = candidate.plan.first_break, candidate.plan.limits
+    if broken is None:
+        unknown = [told for told, limit in (("a GPU", limits.gpu), ("the host", limits.host)) if limit is None]
+        return "yes" if not unknown else f"not known: no limit of {' and '.join(unknown)}"
     return f"no: {broken.step} is {gib(broken.excess)} over on the {'GPU' if broken.tier == 'gpu' else 'host'}"

@@ -12,6 +12,7 @@ from rllaunch.doctor.engine import exit_code, render
 from rllaunch.doctor.explain import explain
 from rllaunch.errors import UsageError
 from rllaunch.pipeline import launch
+from rllaunch.plan.choose import NO_VERDICT, Unknown, plan_launch, way_to_limits
 from rllaunch.plugins import load_plugins
 
 app = command_app()
@@ -57,7 +58,13 @@ def doctor(
         slots = f"{config.cluster.num_nodes} × {config.cluster.num_gpus_per_node}"
         where = f"{config.model.name} on {slots} {config.hardware.name}"
         verdict = f"{len(errors)} error{'s' if len(errors) != 1 else ''}" if errors else "would run"
+        hint = ""
         if not errors and not probe:
             verdict = "the configuration is sound (this machine was not looked at)"
+            choice = plan_launch(made.resolved)
+            hint = "" if isinstance(choice, Unknown) else way_to_limits(made.resolved, choice.taken.plan.limits)
+            verdict += f"; {NO_VERDICT}" if hint else ""
         console.say(f"{where}: {verdict}")
+        if hint:
+            console.say(f"hint: {hint}")
     raise typer.Exit(exit_code(findings))

@@ -16,7 +16,16 @@ from rllaunch.doctor.engine import render
 from rllaunch.doctor.rules.fits import is_sound
 from rllaunch.errors import EXIT_CONFIG, EXIT_DOES_NOT_FIT, ConfigError, UsageError
 from rllaunch.pipeline import launch, plugin_findings
-from rllaunch.plan.choose import Candidate, Choice, Unknown, architecture_of, plan_launch
+from rllaunch.plan.choose import (
+    NO_VERDICT,
+    Candidate,
+    Choice,
+    Unknown,
+    architecture_of,
+    plan_launch,
+    verdict,
+    way_to_limits,
+)
 from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
 from rllaunch.plan.forecast import MemoryPlan, PlannedStep, name_of
@@ -143,11 +152,7 @@ def _count(number: int) -> str:
 
 def _show(resolved: Resolved, choice: Choice) -> None:
     taken = choice.taken
-    verdict = "fits" if choice.fits else "does not fit"
-    unknown = [_TIER_NAMES[tier] for tier in TIERS if taken.plan.limits.of(tier) is None]
-    if choice.fits and unknown and resolved.config.trainer.backend != "embedded":
-        verdict += f", as far as it is known: the memory of {' and '.join(unknown)} is not"
-    console.data(f"{_heading(resolved, choice)}: {verdict}")
+    console.data(f"{_heading(resolved, choice)}: {verdict(taken.plan)}")
     console.data(f"  {taken.label}")
     if told := _told_speeds(resolved):
         console.data(f"  {told}")
@@ -195,6 +200,8 @@ def _show(resolved: Resolved, choice: Choice) -> None:
             "hint: `rllaunch doctor` says what would free how much; "
             f"`rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more"
         )
+    if hint := way_to_limits(resolved, taken.plan.limits):
+        console.say(f"hint: {hint}")
 
 
 # What the seconds of a plan come from, and what a person calls it.
@@ -296,6 +303,10 @@ def _show_fit(resolved: Resolved, answer: FitAnswer, max_nodes: int) -> None:
     if rows:
         title = f"{name}: the best of {answer.considered} layouts that were planned"
         console.print_table(["nodes", "layout", "GPU", "free", "host", "free", "KV tokens", "handoff"], rows, title)
+        hint = way_to_limits(resolved, answer.found[0].candidate.plan.limits)
+        if hint:
+            console.data(NO_VERDICT)
+            console.say(f"hint: {hint}")
         flags = answer.found[0].flags
         console.data(f"as flags: {flags}" if flags else "the best is the launch's own layout: no flags are needed")
     else:

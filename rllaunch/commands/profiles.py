@@ -31,7 +31,7 @@ ProfileDirs = Annotated[
 ]
 
 
-@app.callback()
+@app.callback(no_args_is_help=True)
 def profiles() -> None:
     """List, show, make and check profiles: hardware, models, tasks and cells (a model on a hardware)."""
 
@@ -154,14 +154,15 @@ def check(
     if every:
         checked = [check_profile(p, plugins) for p in plugins.profiles().profiles]
     else:
-        checked = [_checked(name, kind, plugins) for name in names or []]
-    findings = [f for c in checked for f in c.findings]
-    if every:
-        findings += plugin_findings(plugins)
+        found = [_checked(name, kind, plugins) for name in names or []]
+        checked = list({(c.kind, c.name, c.place): c for c in found}.values())
+    others = plugin_findings(plugins) if every else []
+    findings = [*(f for c in checked for f in c.findings), *others]
     if json:
         ok = not any(f.level == "error" for f in findings)
-        rows = [c.to_json() for c in checked]
-        console.data_json({"ok": ok, "profiles": rows, "findings": [f.to_json() for f in findings]})
+        told = [f.to_json() | {"profile": c.name} for c in checked for f in c.findings]
+        told += [f.to_json() | {"profile": None} for f in others]
+        console.data_json({"ok": ok, "profiles": [c.to_json() for c in checked], "findings": told})
         raise typer.Exit(exit_code(findings))
     if findings:
         console.tinted_data(render(findings))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rllaunch.doctor.finding import Finding, Level
-from rllaunch.resolve.links import link_bytes_per_second, reached_bytes_per_second
+from rllaunch.resolve.links import link_bytes_per_second, reached_bytes_per_second, why_unknown
 from rllaunch.resolve.origins import show_value
 from rllaunch.resolve.profiles import Profile, Value
 from rllaunch.units import gib
@@ -247,9 +247,9 @@ class _Facts:
         text, key = self.get("host_link"), "host_link_bytes_per_second"
         rate = self.number(key)
         carries = link_bytes_per_second(text) if isinstance(text, str) else None
-        if isinstance(text, str) and carries is None and re.search("pcie|pci-e|c2c", text, re.IGNORECASE):
+        if isinstance(text, str) and carries is None and (wrong := why_unknown(text)):
             fix = 'write it as "PCIe Gen5 x16" (Gen3 to Gen7) or "NVLink-C2C", so that its speed can be checked'
-            yield self.say("RL604", "warning", f"{text!r} names no generation of a link", ("host_link",), fix)
+            yield self.say("RL604", "warning", wrong, ("host_link",), fix)
         if rate is not None and carries is None and not GB <= rate <= 2e12:
             yield self._rate_out_of_range(key, rate, lambda r: GB <= r <= 2e12, "no link to a host is like that")
         if rate is not None and carries is not None:

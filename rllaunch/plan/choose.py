@@ -6,7 +6,7 @@ also what nobody set: whether to offload at all, what an engine releases, where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -239,6 +239,35 @@ def _excess(plan: MemoryPlan) -> float:
     return sum(max(0.0, -room) for tier in TIERS if (room := plan.headroom(tier)) is not None)
 
 
+def verdict(plan: MemoryPlan) -> str:
+    """Whether a plan fits, in words that claim nothing of memory nobody stated."""
+    open_tiers = [tier for tier in TIERS if plan.limits.of(tier) is None]
+    if not plan.fits:
+        return "does not fit"
+    if len(open_tiers) == len(TIERS):
+        return NO_VERDICT
+    known = "".join(_MEMORIES[tier] for tier in TIERS if tier not in open_tiers)
+    return (
+        f"fits in {known}; whether in {_MEMORIES[open_tiers[0]]} is open, no limit is stated" if open_tiers else "fits"
+    )
+
+
+NO_VERDICT = "no limit is stated, so nothing says whether it fits"
+_MEMORIES: Mapping[Tier, str] = {"gpu": "a GPU's memory", "host": "a node's host memory"}
+
+
+def way_to_limits(resolved: Resolved, limits: Limits) -> str:
+    """What to do where nothing limits a launch; empty where something does."""
+    if any(limits.of(tier) is not None for tier in TIERS):
+        return ""
+    hardware = resolved.config.hardware.name
+    states, another = f"profile {hardware} states no memory", "another machine"
+    if resolved.origin("hardware.name").layer in ("default", "derived"):
+        states, another = f"without --hardware this machine was taken, and {states}", "another"
+    here = "`rllaunch plan --here` for what a job may use on this one"
+    return f"{states}: --hardware NAME plans for {another}, {here}"
+
+
 def least_room(plan: MemoryPlan) -> tuple[float, Tier]:
     """The smaller of the two headrooms, and whose it is; all of it where no limit is known."""
     return min(((room, tier) for tier in TIERS if (room := plan.headroom(tier)) is not None), default=(1.0, "host"))
@@ -261,18 +290,17 @@ def _why_not(other: Candidate, taken: Candidate, headroom: float) -> str:
         return "fits"
     slower = other.plan.seconds_added - taken.plan.seconds_added
     what = "hands over" if other.optimizer_cpu_offload == taken.optimizer_cpu_offload else "hands over and steps"
+    is_known = all(other.plan.limits.of(tier) is not None for tier in TIERS)
+    fits_and, fits_but = ("fits and ", "fits, but ") if is_known else ("", "")
     if slower >= 0.05:
-        return f"fits, but {what} {slower:.1f} s slower a cycle"
+        return f"{fits_but}{what} {slower:.1f} s slower a cycle"
     if slower <= -0.05:
-        return f"fits and {what} {-slower:.1f} s faster a cycle"
+        return f"{fits_and}{what} {-slower:.1f} s faster a cycle"
     more = other.plan.peak("host") - taken.plan.peak("host")
     if more > 0:
-        return f"fits and is as fast, but takes {gib(more)} more on the host"
-    return (
-        "fits and is as fast; holds more on the GPU"
-        if other.plan.peak("gpu") > taken.plan.peak("gpu")
-        else "fits and is as good"
-    )
+        return f"{fits_and}is as fast, but takes {gib(more)} more on the host"
+    holds_more = other.plan.peak("gpu") > taken.plan.peak("gpu")
+    return f"{fits_and}is as fast; holds more on the GPU" if holds_more else f"{fits_and}is as good"
 
 
 _TIER_NAMES = {"gpu": "GPU", "host": "host"}

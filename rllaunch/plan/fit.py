@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +20,8 @@ from rllaunch.resolve.origins import Resolved
 from rllaunch.units import gib
 
 MAX_TP = 8
+# (TP, PP, EP) of the trainer, and the GPUs that an engine may have.
+Way = tuple[tuple[int, int, int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,16 @@ def fit(
             resolved.describe("handoff.colocate"),
             "--colocate",
         )
+    if resolved.config.trainer.backend == "embedded":
+        raise ConfigError(
+            "the embedded trainer has one layout, so there is none to look for",
+            resolved.describe("trainer.backend"),
+            "--hardware NAME, of a machine with GPUs; `rllaunch profiles list` shows them",
+        )
     smaller: dict[int, str] = {}
     search = _Search(resolved, architecture)
     for nodes in _node_counts(resolved, max_nodes):
-        ranked = sorted(search.on(nodes), key=search.rank)
-        found = list(islice((f for f in ranked if is_sound(laid_out(resolved, f.layout))), best))
+        found = list(islice(search.on(nodes, layouts(resolved, architecture, nodes), is_sound), best))
         if found:
             return FitAnswer(tuple(found), smaller, search.considered)
         smaller[nodes] = search.closest
@@ -131,13 +138,10 @@ def nearest_fit(
     engine = next((n for n in sizes if _engine_has_room(resolved, architecture, nodes, n)), None)
     if engine is None:
         return None
-    ways = sorted(widest.items(), key=lambda way: (way[0][0] * way[0][1], way[0][1]))[:_MOST_WAYS]
-    for on_host in search.placements:
-        for (tp, pp), ep in ways:
-            for found in search.fitting(nodes, tp, pp, ep, [engine], on_host):
-                if not search.is_tight(found) and is_sound(laid_out(resolved, found.layout)):
-                    return found
-    return None
+    least = sorted(widest, key=lambda way: (way[0] * way[1], way[1]))[:_MOST_WAYS]
+    ways = (((tp, pp, widest[tp, pp]), [engine]) for tp, pp in least)
+    found = next(search.on(nodes, ways, is_sound), None)
+    return None if found is None or search.is_tight(found) else found
 
 
 _LIKELY_STAGES, _MOST_EP, _MOST_WAYS = (1, 2, 4, 8, 16), 64, 12
@@ -173,10 +177,11 @@ class _Search:
     def is_tight(self, fitted: Fitted) -> bool:
         return least_room(fitted.candidate.plan)[0] < self.headroom
 
-    def on(self, nodes: int) -> list[Fitted]:
+    def on(self, nodes: int, ways: Iterable[Way], is_sound: Callable[[Resolved], bool]) -> Iterator[Fitted]:
+        """What fits on so many nodes and is sound otherwise, of each trainer layout its best engines; best first."""
         here: list[Fitted] = []
         self.closest, self._excess = "no layout divides", math.inf
-        for (tp, pp, ep), engines in layouts(self.resolved, self.architecture, nodes):
+        for (tp, pp, ep), engines in ways:
             for on_host in self.placements:
                 fitting = list(self.fitting(nodes, tp, pp, ep, engines, on_host))
                 if fitting:
@@ -184,7 +189,8 @@ class _Search:
                     here.append(best)
                     if not self.is_tight(best):
                         break
-        return here
+        ranked = sorted(here, key=self.rank)
+        return (fitted for fitted in ranked if is_sound(laid_out(self.resolved, fitted.layout)))
 
     def engine_rank(self, fitted: Fitted) -> tuple[bool, bool, int]:
         """The smallest engine whose KV cache holds its share of a rollout, else the largest; headroom before both."""
@@ -256,10 +262,8 @@ def _why(candidate: Candidate) -> str:
     return "the engine's weights leave no room for a KV cache"
 
 
-def layouts(
-    resolved: Resolved, architecture: Architecture, nodes: int
-) -> Iterator[tuple[tuple[int, int, int], list[int]]]:
-    """((TP, PP, EP), GPUs of an engine) that divide: GPUs by TP·PP·CP and EP·PP, heads by TP, experts by EP.
+def layouts(resolved: Resolved, architecture: Architecture, nodes: int) -> Iterator[Way]:
+    """The layouts that divide: GPUs by TP·PP·CP and EP·PP, heads by TP, experts by EP.
 
     Engines are whole parts of a node or whole nodes.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rllaunch.errors import EnvironmentProblem, UsageError
 from rllaunch.installing import extra
 from rllaunch.plan.handoff import TIERS, Tier
-from rllaunch.units import gib
+from rllaunch.units import SHOWN_UNITS, gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,8 +120,8 @@ def _colours(regions: Sequence[str]) -> dict[str, str]:
 
 def _unit(nbytes: float) -> tuple[str, int]:
     """The unit in which a scale that ends at `nbytes` has few digits."""
-    for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= 2 * size:
+    for name, size, least in SHOWN_UNITS:
+        if nbytes >= max(2, least) * size:
             return name, size
     return "B", 1
 

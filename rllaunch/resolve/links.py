@@ -9,7 +9,8 @@ PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9, 7: 15.1e9}
 C2C_BYTES_PER_SECOND = 450e9
 # Of what a link carries, what pinned copies reach on PCIe Gen4 and Gen5 boards (0.80 to 0.88 in the shipped profiles).
 REACHED = 0.83
-_PCIE = re.compile(r"PCIe Gen(\d)(?: x(\d+))?")
+LANES = (1, 2, 4, 8, 16)
+_PCIE = re.compile(r"PCIe Gen(\d+)(?: x(\d+))?")
 
 
 def link_bytes_per_second(text: str) -> float | None:
@@ -17,8 +18,19 @@ def link_bytes_per_second(text: str) -> float | None:
     if text == "NVLink-C2C":
         return C2C_BYTES_PER_SECOND
     found = _PCIE.fullmatch(text)
-    lane = PCIE_LANE.get(int(found[1])) if found else None
-    return lane * int(found[2] or 16) if found and lane else None
+    lane, lanes = (PCIE_LANE.get(int(found[1])), int(found[2] or 16)) if found else (None, 0)
+    return lane * lanes if lane and lanes in LANES else None
+
+
+def why_unknown(text: str) -> str:
+    """What is wrong with a text that seems to name a link whose speed is not known; empty for other texts."""
+    if (found := _PCIE.fullmatch(text)) is None:
+        looks_like_one = re.search(r"pci|c2c|gen ?\d", text, re.IGNORECASE)
+        return f"{text!r} names no generation of a link" if looks_like_one else ""
+    if int(found[1]) not in PCIE_LANE:
+        return f"{text!r}: no PCIe generation {found[1]} is known"
+    *some, most = LANES
+    return f"{text!r}: a link has {', '.join(map(str, some))} or {most} lanes, not {found[2]}"
 
 
 def reached_bytes_per_second(text: str) -> tuple[float, str] | None:

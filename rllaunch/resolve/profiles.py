@@ -51,6 +51,8 @@ class Profile:
         values: dotted config key → value with its place.
         plugin: name and version of the plugin that brought it.
         directory: where the profile's data files lie; relative task paths are relative to it.
+        base: what it extends, once that is merged into `values`.
+        inherited: the keys of those values that are the base's.
     """
 
     kind: Kind
@@ -67,6 +69,8 @@ class Profile:
     gpu_names: tuple[str, ...] = ()
     verified: tuple[Mapping[str, Any], ...] = ()
     directory: Path | None = None
+    base: Profile | None = None
+    inherited: frozenset[str] = frozenset()
 
     @property
     def origin(self) -> str:
@@ -433,8 +437,14 @@ class ProfileStore:
                 did_you_mean(profile.extends, known),
             ) from None
         base = self._extended(base, (*seen, profile.name))
-        values = _inherited(base, profile.plugin) | dict(profile.values)
-        return replace(profile, values=values, gpu_names=profile.gpu_names or base.gpu_names)
+        theirs, own = _inherited(base, profile.plugin), dict(profile.values)
+        return replace(
+            profile,
+            values=theirs | own,
+            gpu_names=profile.gpu_names or base.gpu_names,
+            base=base,
+            inherited=frozenset(theirs.keys() - own.keys()),
+        )
 
     def detect_table(self) -> dict[str, tuple[str, ...]]:
         """Hardware profile → the GPU names by which it is recognised."""

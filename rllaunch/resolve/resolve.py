@@ -456,19 +456,22 @@ def _detect(plugins: Plugins, where: str) -> str:
 
 
 def _layer(profile: Profile) -> Layer:
+    """What a profile says, each value above those that the profiles it extends give the key."""
     names = {"model": "model profile", "hardware": "hardware profile"}
-    return Layer(
-        names.get(profile.kind, profile.kind),
-        tuple(
-            Setting(
-                key,
-                _beside(key, v.value, profile.directory),
-                f"{profile.name} ({profile.plugin}) {v.place}",
-                fact_source=v.fact_source,
-            )
-            for key, v in profile.values.items()
-        ),
+    theirs = _layer(profile.base).settings if profile.base else ()
+    last = {s.key: s for s in theirs}
+    # The base's last word on a key that is inherited is among the profile's own, with the base's place.
+    overruled = [s for s in theirs if s.key not in profile.inherited or s is not last[s.key]]
+    own = (
+        Setting(
+            key,
+            _beside(key, v.value, profile.directory),
+            f"{profile.name} ({profile.plugin}) {v.place}",
+            fact_source=v.fact_source,
+        )
+        for key, v in profile.values.items()
     )
+    return Layer(names.get(profile.kind, profile.kind), (*overruled, *own))
 
 
 def _profile_layers(profiles: Mapping[str, Profile], plugins: Plugins, user: Sequence[Layer]) -> list[Layer]:

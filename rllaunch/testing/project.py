@@ -69,12 +69,17 @@ class Project:
         return run_command([str(word) for word in words], self._capsys)
 
     def json(self, *words: object) -> Any:
-        """What a command prints with `--json`; its error as the test's failure where it prints none."""
+        """What a command prints with `--json`; where it ends with an error instead, that is the test's failure."""
         result = self.run(*words, "--json")
         try:
-            return result.json()
+            answer = result.json()
         except ValueError:
+            answer = None
+        # Findings are told as data alone; an error that ended the command stands on stderr too.
+        has_ended = any(line.startswith("error") for line in result.err.splitlines())
+        if answer is None or (has_ended and isinstance(answer, dict) and answer.get("ok") is False):
             pytest.fail(f"rllaunch {' '.join(map(str, words))} --json exits {result.code}: {result.err or result.out}")
+        return answer
 
     def findings(self, *words: object) -> list[dict[str, Any]]:
         """What `rllaunch doctor --no-probe` finds in a launch: `code`, `level`, `message`, `origins`, `fix`."""

@@ -208,3 +208,12 @@ def test_what_new_wrote_is_told_as_json(rllaunch: Any):
     answer = rllaunch("profiles", "new", "box", "--from", "H100", "-o", "there/box.toml", "--json").json()
     assert answer == {"name": "box", "file": "there/box.toml"}
     assert rllaunch("schema", "--json").json() == rllaunch("schema").json()
+
+
+def test_a_group_of_commands_alone_shows_what_there_is(rllaunch: Any):
+    """As `rllaunch` alone: on stderr, with the exit code of a command line that lacks a word."""
+    result = rllaunch("profiles")
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err == rllaunch("profiles", "--help").out
+    assert all(f"  {name} " in result.err for name in ("list", "show", "new", "check", "detect"))

@@ -108,6 +108,67 @@ def test_a_limit_nobody_states_is_not_known_and_the_rest_is_planned(rllaunch: An
     assert result.code == 0
     (line,) = (line for line in result.out.splitlines() if line.startswith(" a node's host "))
     assert " not known " in line
+    assert result.out.splitlines()[0] == (
+        "qwen3-0.6b (596.0 M parameters) on 1 × 8 H100: "
+        "fits in a GPU's memory; whether in a node's host memory is open, no limit is stated"
+    )
+
+
+@pytest.mark.parametrize("model", ["tiny", "qwen3-0.6b"])
+def test_where_no_memory_is_stated_there_is_no_verdict_and_the_way_to_one_is_told(rllaunch: Any, model: str):
+    result = rllaunch("plan", "--model", model)
+    assert result.code == 0
+    first = result.out.splitlines()[0]
+    assert first.endswith(") on 1 × 1 cpu: no limit is stated, so nothing says whether it fits")
+    assert "fits" not in result.out.replace(first, "")
+    assert result.err.splitlines()[-1] == (
+        "hint: without --hardware this machine was taken, and profile cpu states no memory: "
+        "--hardware NAME plans for another, `rllaunch plan --here` for what a job may use on this one"
+    )
+    result = rllaunch("plan", "--model", model, "--hardware", "cpu")
+    assert result.err.splitlines()[-1] == (
+        "hint: profile cpu states no memory: "
+        "--hardware NAME plans for another machine, `rllaunch plan --here` for what a job may use on this one"
+    )
+    result = rllaunch("plan", "--model", model, "--set", "hardware.host_memory_bytes=600GiB")
+    assert result.out.splitlines()[0].endswith(") on 1 × 1 cpu: fits")
+    assert "states no memory" not in result.err
+    result = rllaunch("plan", "--model", model, "--here")
+    assert result.out.splitlines()[0].endswith((") on 1 × 1 cpu: fits", ") on 1 × 1 cpu: does not fit"))
+    assert "states no memory" not in result.err
+
+
+def test_layouts_that_nothing_limits_are_not_told_as_if_they_fitted(rllaunch: Any):
+    words = [w for key in ("gpu", "host") for w in ("--set", f"hardware.{key}_memory_bytes=unset")]
+    result = rllaunch("plan", "--fit", *SMALL, *words)
+    assert result.code == 0
+    assert "\nno limit is stated, so nothing says whether it fits\n" in result.out
+    assert result.err.startswith("hint: profile H100 states no memory: --hardware NAME plans for another machine, ")
+
+
+def test_no_layout_is_looked_for_where_the_trainer_has_one(rllaunch: Any):
+    result = rllaunch("plan", "--fit", "--model", "qwen3-0.6b")
+    assert result.code == 3
+    assert result.out == ""
+    assert result.err.startswith(
+        "error: the embedded trainer has one layout, so there is none to look for\n"
+        '  trainer.backend = "embedded"   hardware profile: cpu ('
+    )
+    assert result.err.endswith("hint: --hardware NAME, of a machine with GPUs; `rllaunch profiles list` shows them\n")
+
+
+def test_the_doctor_says_that_nothing_limits_a_launch_it_has_not_looked_at_the_machine_for(rllaunch: Any):
+    words = ("doctor", "--no-probe", "--model", "qwen3-0.6b")
+    result = rllaunch(*words)
+    assert (result.code, result.out) == (0, "")
+    assert result.err == (
+        "qwen3-0.6b on 1 × 1 cpu: the configuration is sound (this machine was not looked at); "
+        "no limit is stated, so nothing says whether it fits\n"
+        "hint: without --hardware this machine was taken, and profile cpu states no memory: "
+        "--hardware NAME plans for another, `rllaunch plan --here` for what a job may use on this one\n"
+    )
+    stated = rllaunch(*words, "--set", "hardware.host_memory_bytes=600GiB")
+    assert stated.err == "qwen3-0.6b on 1 × 1 cpu: the configuration is sound (this machine was not looked at)\n"
 
 
 def test_what_else_there_is_says_why_not(rllaunch: Any):

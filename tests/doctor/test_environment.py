@@ -388,7 +388,7 @@ def test_c031_a_job_with_less_host_memory_than_planned_with(tmp_path: Path) -> N
     slurm = {"SLURM_MEM_PER_NODE": str(1200 * 1024)}
     (finding,) = check_profile_memory(launch, machine=H100_NODE, root=root, environ=slurm)
     assert (finding.code, finding.level) == ("RL509", "warning")
-    assert finding.message == "a job here may use 1.2 TiB of host RAM, the launch counts on 1.5 TiB"
+    assert finding.message == "a job here may use 1200.0 GiB of host RAM, the launch counts on 1500.0 GiB"
     assert finding.origins == (
         launch.describe("hardware.host_memory_bytes"),
         f"{1200 * GIB} bytes   SLURM_MEM_PER_NODE",

@@ -253,7 +253,7 @@ def test_ray_s_threshold_is_raised_above_the_plan_s_peak(doctor: Any, monkeypatc
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.2")
     _, found = doctor(words)
     assert found["RL209"]["message"] == (
-        f"Ray ends workers when a node uses 20% of 1.8 TiB = {gib(0.2 * 2e12)}; the plan's peak is {gib(peak)}"
+        f"Ray ends workers when a node uses 20% of 1862.6 GiB = {gib(0.2 * 2e12)}; the plan's peak is {gib(peak)}"
     )
     (share,) = re.findall(r"RAY_memory_usage_threshold=([\d.]+) in", found["RL209"]["fix"])
     assert peak < float(share) * 2e12

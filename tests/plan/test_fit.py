@@ -138,7 +138,8 @@ def test_layers_that_do_not_divide_leave_a_short_last_stage():
 def test_flags_name_what_a_profile_or_the_user_had_otherwise():
     flags = answer("--model dsv4 --hardware GB300").found[0].flags
     assert "--pipeline-model-parallel-size" in flags
-    assert "--decoder-first-pipeline-num-layers null" in flags
+    assert "--set trainer.decoder_first_pipeline_num_layers=unset" in flags
+    assert "null" not in flags
     assert "--num-nodes" not in flags, "the cell has as many"
     small = answer("--model qwen3-0.6b --hardware H100").found[0]
     assert small.flags == ""

@@ -120,7 +120,7 @@ def test_the_unit_follows_the_numbers(unit: int, name: str, tmp_path: Path) -> N
 def test_a_limit_far_away_is_said_and_does_not_squeeze_the_bars(tmp_path: Path) -> None:
     draw("", [plan(gpu_limit=None, host_limit=2000)], tmp_path / "plan.svg")
     found = texts(tmp_path / "plan.svg")
-    assert "limit 2.0 TiB, off this scale" in found
+    assert "limit 2000.0 GiB, off this scale" in found
     assert "2000" not in found
     draw("", [plan(gpu_limit=None, host_limit=None)], tmp_path / "none.svg")
     assert not any("limit" in text for text in texts(tmp_path / "none.svg") if text != "✓ chosen, no limit given")

@@ -188,3 +188,44 @@ def test_the_list_is_still_there_and_another_word_is_an_error(rllaunch: Any):
     assert "rllaunch:profiles" in rllaunch("plugins").out
     assert rllaunch("plugins", "--json").json()["plugins"]
     assert rllaunch("plugins", "neww").code == EXIT_USAGE
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        (
+            "__init__.py",
+            "import Sequence",
+            "import Sequence\nimport no_such_library",
+            "No module named 'no_such_library'",
+        ),
+        (
+            "profiles/acme-H200.toml",
+            'extends = "H200"',
+            'extends = "H2000"',
+            "extends unknown hardware profile 'H2000'",
+        ),
+        (
+            "rules.py",
+            "    config = ",
+            "    raise ValueError('no nodes')\n    config = ",
+            "failed: ValueError: no nodes",
+        ),
+    ],
+)
+def test_its_failing_tests_show_what_rllaunch_says(
+    rllaunch: Any, tmp_path: Path, file: str, old: str, new: str, told: str
+):
+    rllaunch("plugins", "new", "rllaunch-acme")
+    package = tmp_path / "rllaunch-acme"
+    broken = package / "rllaunch_acme" / file
+    text = broken.read_text(encoding="utf-8")
+    assert old in text
+    broken.write_text(text.replace(old, new, 1), encoding="utf-8")
+    tested = python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
+    assert tested.returncode == 1
+    failures = re.split(r"^_{5,} (\w+).*_{5,}$", tested.stdout.partition("short test summary")[0], flags=re.MULTILINE)[
+        1:
+    ]
+    assert failures
+    assert [name for name, text in zip(failures[::2], failures[1::2], strict=True) if told not in text] == []

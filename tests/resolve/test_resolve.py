@@ -307,3 +307,23 @@ def test_every_unknown_key_is_told_at_once(rllaunch: Any, tmp_path: Path):
     assert (result.code, result.err.splitlines()[0]) == (3, "error: 2 keys cannot be set")
     assert "  unknown key 'learning_rate' in [trainer]   a.toml:2   " in result.err
     assert "  unknown section [handof]   a.toml:4   did you mean 'handoff'?\n" in result.err
+
+
+def test_explain_shows_what_an_extended_profile_says_below_its_variant(rllaunch: Any, tmp_path: Path):
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "ours.toml").write_text(
+        '[profile]\nkind = "hardware"\nname = "ours"\nextends = "H200"\nsource = "a label"\n'
+        '[facts]\nhost_memory_bytes = "1000 GiB"\n'
+    )
+    launch = ("--model", "qwen3-0.6b", "--hardware", "ours")
+    lines = rllaunch("explain", "host_memory_bytes", *launch).out.splitlines()
+    assert (
+        lines[0]
+        == f"hardware.host_memory_bytes = {1000 * 2**30}   hardware profile: ours (./profiles) profiles/ours.toml:7"
+    )
+    assert lines[1].startswith("  over 2000000000000   hardware profile: H200 (rllaunch ")
+    assert lines[2].startswith("  over 2000000000000   hardware profile: H100 (rllaunch ")
+    assert lines[3] == "  over unset   default: schema default"
+    inherited = rllaunch("explain", "accelerator", *launch).out.splitlines()
+    assert inherited[0].startswith('hardware.accelerator = "cuda"   hardware profile: ours (./profiles) extends ')
+    assert [line for line in inherited if line.startswith("  over ")] == ['  over "cpu"   default: schema default']
