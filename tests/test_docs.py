@@ -130,7 +130,7 @@ def test_the_page_about_concepts_has_the_steps_of_both_orders_and_every_region()
     blocks = [" ".join(block.split()) for block in re.findall(r"```\n(.*?)```", page, re.DOTALL)]
     options = (
         HandoffOptions(engine_weights="mirror"),
-        HandoffOptions("gpu", engine_weights="mirror", buffers="shared"),
+        HandoffOptions("gpu", engine_weights="mirror", buffers="shared", update_from="gpu"),
     )
     assert blocks[:2] == [" → ".join(step.name for step in build_schedule(each).cycle) for each in options]
     assert re.findall(r"^\| `(\w+)` \| (?:the|both)", page, re.MULTILINE) == list(REGIONS)
