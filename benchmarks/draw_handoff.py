@@ -27,7 +27,7 @@ OTHER = ("KV cache and graphs", "#9a9aa5")
 
 def label(row: dict[str, Any]) -> str:
     who = "torch_memory_saver" if row["backend"] == "torch_memory_saver" else "rllaunch arena"
-    source = ", update from the GPU" if row.get("update_from") == "gpu" else ""
+    source = ", update from the host" if row["order"] == "gpu" and row.get("update_from", "host") == "host" else ""
     return f"{who}, {row['buffers']}, {row['engine_weights']}, {row['order']} order{source}"
 
 

@@ -167,7 +167,7 @@ def _headline(made: Launch) -> str:
         f" + LoRA {config.algorithm.lora_rank}" if config.has_lora else ""
     )
     backup = f", {options.buffers} backup" if options.offload_train else ""
-    update = ", update from the GPU" if options.offload_train and options.updates_awake else ""
+    update = ", update from the host" if options.order == "gpu" and not options.updates_awake else ""
     handoff = f"{options.order} order, engine weights {options.weights_mode}{backup}{update}"
     borrowed = f"; your prompts, the reward of task {config.task.name}" if _is_own(made) else ""
     return f"{config.model.name} on {slots}: {algorithm}, {who}; handoff in {handoff}{borrowed}"

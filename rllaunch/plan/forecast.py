@@ -157,8 +157,8 @@ def label_of(options: HandoffOptions) -> str:
         if not options.releases_kv:
             parts.append("KV cache resident")
     parts.append(f"{options.buffers} backup" if options.offload_train else "trainer stays")
-    if options.offload_train and options.update_from == "gpu":
-        parts.append("update from the GPU")
+    if options.order == "gpu" and not options.updates_awake:
+        parts.append("update from the host")
     return ", ".join(parts)
 
 

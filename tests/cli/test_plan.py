@@ -197,7 +197,17 @@ def test_json_has_the_documented_shape(rllaunch: Any, words: tuple[str, ...]):
     answer = result.json()
     assert result.code == (0 if answer["fits"] else 4)
     assert set(answer) == {
-        *("order", "engine_weights", "buffers", "offload_train", "offload_rollout", "steps", "parameters", "peaks"),
+        *(
+            "order",
+            "engine_weights",
+            "buffers",
+            "update_from",
+            "offload_train",
+            "offload_rollout",
+            "steps",
+            "parameters",
+            "peaks",
+        ),
         *("limits", "fits", "first_break", "seconds", "alternatives", "link"),
     }
     assert answer["order"] in ("cpu", "gpu")
