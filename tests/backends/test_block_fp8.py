@@ -278,3 +278,14 @@ def test_what_the_hub_has_is_not_guessed_before_the_start(tmp_path: Path):
     assert refusal_of(LaunchConfig.model_validate(facts)) is None
     (tmp_path / "config.json").write_text("not JSON")
     assert refusal_of(LaunchConfig.model_validate(facts)) is None
+
+
+def test_the_doctor_says_it_before_the_start_and_a_plan_is_still_to_be_had(rllaunch: Any):
+    words = ("doctor", "--model", "qwen3-0.6b", "--hardware", "B200", "--rollout-dtype", "fp8", "--json")
+    for probe, level in (((), "error"), (("--no-probe",), "warning")):
+        found = [f for f in rllaunch(*words, *probe).json()["findings"] if f["code"] == "RL513"]
+        assert [f["level"] for f in found] == [level]
+        assert found[0]["message"].startswith("on B200 SGLang rewrites FP8 weights after it has loaded them")
+        assert any("rollout.dtype" in line and "--rollout-dtype" in line for line in found[0]["origins"])
+    on_hopper = rllaunch(*[word.replace("B200", "H200") for word in words], "--no-probe").json()["findings"]
+    assert not [f for f in on_hopper if f["code"] in ("RL344", "RL513")]
