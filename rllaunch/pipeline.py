@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rllaunch.doctor.engine import RANK, diagnose
-from rllaunch.doctor.finding import Finding
+from rllaunch.doctor.finding import Finding, Level
 from rllaunch.errors import RllaunchError, ScheduleError, did_you_mean
 from rllaunch.flags import command_of
 from rllaunch.plan.handoff import Schedule, build_schedule, check, options_of
@@ -95,17 +95,23 @@ class Launch:
         return []
 
     def _model_findings(self, probe: bool) -> list[Finding]:
-        """A model that the chosen trainer plans and does not build yet: known before any process starts."""
+        """What the chosen pair plans and does not run yet, known before any process starts: a model that is not built,
+        or, of one that is, engines that an update would fill with rubbish."""
         facts = self.config.model.architecture
-        if self.config.trainer.backend != "megatron" or "model_type" not in facts:
-            return []
-        from rllaunch.backends.megatron.shape import refusal_of
+        is_megatron = self.config.trainer.backend == "megatron"
+        level: Level = "error" if probe else "warning"
+        from rllaunch.backends import block_fp8
+        from rllaunch.backends.megatron import shape
 
-        if (refusal := refusal_of(facts)) is None:
-            return []
-        text = f"{self.config.model.name} can be planned, checked and rehearsed, not trained yet: {refusal.what}"
-        where = (self.resolved.describe("model.architecture.model_type"),)
-        return [Finding("RL512", "error" if probe else "warning", text, where, refusal.fix)]
+        if is_megatron and "model_type" in facts and (refusal := shape.refusal_of(facts)) is not None:
+            text = f"{self.config.model.name} can be planned, checked and rehearsed, not trained yet: {refusal.what}"
+            origin = self.resolved.describe("model.architecture.model_type")
+            return [Finding("RL512", level, text, (origin,), refusal.fix)]
+        if (refusal := block_fp8.refusal_of(self.config)) is not None:
+            others = [line for line in refusal.where if not line.startswith("rollout.dtype")]
+            where = (self.resolved.describe("rollout.dtype"), *others)
+            return [Finding("RL513", level, refusal.what, where, refusal.fix)]
+        return []
 
     def command(self) -> list[str]:
         """The explicit command: every key that some layer set to other than its default, as a flag.

@@ -20,6 +20,7 @@ LAUNCH_CODES = {
     "RL340": "prompts or reward cannot be used (not with --no-probe)",
     "RL508": "a backend that this version cannot start yet",
     "RL512": "a model that the megatron trainer of this version does not build (a warning with --no-probe)",
+    "RL513": "engines whose weights no update brings in the type they hold (a warning with --no-probe)",
 }
 _SECTION = re.compile(r"^(Args|Raises|Source):", re.MULTILINE)
 

@@ -567,10 +567,13 @@ class _Engine:
         return total
 
     def sent_bytes(self) -> int:
-        """What one update sends to one GPU: all weights in the trainer's precision, LoRA's adapters merged into them.
-        An engine of several GPUs cuts them itself."""
-        element = 4 if self.config.model.dtype == "float32" else 2
-        return self.arch.num_parameters * element
+        """What one update sends to one GPU: all weights, in the trainer's precision or in FP8 with their scales, LoRA's
+        adapters merged into them. An engine of several GPUs cuts them itself."""
+        if self.config.rollout.dtype != "fp8":
+            return self.arch.num_parameters * (4 if self.config.model.dtype == "float32" else 2)
+        outside = sum(w.numel * 2 for w in (*self.arch.embedding, *self.arch.head))
+        layers = kinds_of(self.arch, range(len(self.arch.layers)))
+        return outside + sum(count * sum(_whole_bytes_in_fp8(w) for w in layer.weights) for layer, count in layers)
 
     def tokens(self, kv_bytes: int) -> int:
         per_token = self._kv_bytes_per_token()
@@ -590,6 +593,20 @@ class _Engine:
         )
 
 
+def _whole_bytes_in_fp8(weight: Weight) -> int:
+    return _fp8_bytes(weight.numel) if is_in_fp8(weight) else weight.numel * 2
+
+
+def is_in_fp8(weight: Weight) -> bool:
+    """Whether an engine in FP8 holds it so. Of a layer's weights; what an update sends says it by name
+    (`backends.block_fp8`), and a test holds the two together."""
+    return (len(weight.shape) >= 2 and weight.split in ("column", "row")) or weight.name in FP8_WHOLE
+
+
+def _fp8_bytes(numel: int) -> int:
+    return numel + numel * 4 // FP8_BLOCK
+
+
 def _is_attention(name: str) -> bool:
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     return "attn" in name or "attention" in name or any(part in name for part in projections)
@@ -607,8 +624,8 @@ def _weight_bytes(weight: Weight, dtype: str, tp: int, attention_tp: int, arch: 
             cut = max(1, arch.num_kv_heads)  # fewer KV heads than ranks: each head is on several
         numel //= cut
     matrix = len(weight.shape) >= 2 and weight.split in ("column", "row")
-    if dtype == "fp8" and (matrix or weight.name in FP8_WHOLE):
-        return numel + numel * 4 // FP8_BLOCK
+    if dtype == "fp8" and is_in_fp8(weight):
+        return _fp8_bytes(numel)
     if dtype == "fp4" and matrix:
         # FP4 checkpoints keep the experts in four bits and the rest in eight (DeepSeek-V4) or sixteen (gpt-oss).
         return numel // 2 + numel // FP4_BLOCK if weight.is_expert else 2 * numel

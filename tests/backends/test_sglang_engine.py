@@ -17,6 +17,7 @@ from rllaunch.backends.base import Bucket, GenerateRequest, LaunchContext, Slot,
 from rllaunch.backends.embedded.pool import Pool
 from rllaunch.backends.embedded.tokenizer import EOS_ID, PAD_ID, CharTokenizer
 from rllaunch.backends.node_memory import pss_of
+from rllaunch.backends.sglang.checkpoint import write_checkpoint
 from rllaunch.backends.sglang.engine import SglangEngine, one_checksum, to_arrays
 from rllaunch.backends.sglang.process import EngineProcess
 from rllaunch.errors import ConfigError, RunError
@@ -362,6 +363,42 @@ def first_update(engine: SglangEngine, handle: str) -> None:
     for name in sorted(engine._names._known or ()):
         engine.load_bucket(Bucket(handle, 64, (TensorSlice(name, "float32", (2, 2), 0),)))
     engine.end_weight_update(0)
+
+
+IN_FP8: dict[str, dict[str, object]] = {
+    "rollout": {"backend": "sglang", "dtype": "fp8"}, "trainer": {"backend": "megatron"},
+}  # fmt: skip
+
+
+def test_an_engine_in_fp8_of_a_checkpoint_that_is_not_must_be_brought_everything_and_is_compared_with_nothing(
+    tmp_path: Path,
+):
+    checkpoint = tmp_path / "checkpoint"
+    write_checkpoint(fake_context(), checkpoint)
+    engine = started(tmp_path, **IN_FP8, model={"hf_checkpoint": str(checkpoint)})
+    try:
+        scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
+        assert engine._names._known is not None
+        assert scale in engine._names._known
+        first_update(engine, "garbled")
+        assert engine.version == 0
+        engine.begin_weight_update(1)
+        engine.load_bucket(Bucket("", 64, (TensorSlice(scale, "float32", (1, 1), 0),)))
+        with pytest.raises(RunError, match="the update to version 1 lacks"):
+            engine.end_weight_update(1)
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_in_fp8_of_a_model_without_a_checkpoint_is_compared_with_the_one_that_was_written_for_it(
+    tmp_path: Path,
+):
+    engine = started(tmp_path, **IN_FP8)
+    try:
+        with pytest.raises(RunError, match="of the first update differ from what SGLang loaded by itself"):
+            first_update(engine, "garbled")
+    finally:
+        engine.shutdown()
 
 
 def test_a_first_update_that_brings_other_weights_than_were_loaded_is_refused(engine: FakeEngine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 from rig import make_context
 
 from rllaunch.backends.base import LaunchContext, Slot
+from rllaunch.backends.block_fp8 import SCHEME
 from rllaunch.backends.sglang import options
 from rllaunch.backends.sglang.options import (
     PORTS_OF_ENGINE,
@@ -113,18 +115,35 @@ def test_an_engine_gets_its_gpus_its_share_its_precision_and_its_length():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "facts", "expected"),
+    ("dtype", "checkpoint", "is_quantised", "is_told"),
     [
-        ("float32", {}, ("float32", None)),
-        ("fp8", {}, ("bfloat16", "fp8")),
-        ("fp8", {"quantization_config": {"quant_method": "fp8"}}, ("bfloat16", None)),
-        ("fp4", {}, ("bfloat16", None)),
+        ("float32", "", False, False),
+        ("float32", "org/model", False, False),
+        ("fp8", "", False, False),  # one is written, in FP8
+        ("fp8", "org/model", True, False),
+        ("fp8", "org/model", False, True),
     ],
 )
-def test_precision(dtype: str, facts: dict[str, Any], expected: tuple[str, str | None]):
-    context = make_context(rollout={"dtype": dtype}, model={"architecture": {"model_type": "qwen3", **facts}})
-    got = arguments_of(context)
-    assert (got["dtype"], got.get("quantization")) == expected
+def test_an_engine_is_told_of_fp8_where_its_checkpoint_does_not_say_so(
+    dtype: str, checkpoint: str, is_quantised: bool, is_told: bool
+):
+    context = make_context(
+        rollout={"dtype": dtype, "backend": "sglang"},
+        model={"hf_checkpoint": checkpoint},
+        trainer={"backend": "megatron"},
+    )
+    got = decided(context, CPU, "/model", PORTS, quantisation=SCHEME if is_quantised else None)
+    assert got["dtype"] == ("bfloat16" if dtype == "fp8" else dtype)
+    assert "quantization" not in got, "SGLang's own has no scales that an update could bring"
+    assert got.get("load_format") == ("dummy" if is_told else None)
+    told = json.loads(got.get("json_model_override_args", "{}"))
+    assert told == ({"quantization_config": SCHEME} if is_told else {})
+
+
+def test_an_engine_is_not_started_with_weights_that_an_update_would_spoil():
+    context = make_context(rollout={"dtype": "fp4", "backend": "sglang"}, trainer={"backend": "megatron"})
+    with pytest.raises(ConfigError, match="no weight update brings the engines weights in fp4"):
+        decided(context, CPU, "/model", PORTS)
 
 
 def test_engines_draw_different_numbers_and_a_run_draws_the_same_again():

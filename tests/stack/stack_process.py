@@ -107,6 +107,27 @@ def logprob_rank(rank: int, world: int, port: int, directory: str) -> None:
     dist.destroy_process_group()
 
 
+def fp8_update_rank(rank: int, world: int, port: int, directory: str, launch: dict[str, Any]) -> None:
+    """What this rank makes for engines in FP8 as through GPUs, and what rank 0 sends through a file."""
+    import stack_rig
+    from megatron_cpu import use_cpu
+
+    from rllaunch.backends.megatron.trainer import MegatronTrainer
+    from rllaunch.backends.megatron.update import as_engine_wants
+
+    use_cpu()
+    context = stack_rig.make_context(num_slots=world, **launch)
+    trainer = MegatronTrainer(context, Slot(rank, 0, "cpu", f"{directory}/ledgers"))
+    trainer.init(RankInfo(rank, world, "127.0.0.1", port))
+    trainer.offload()
+    sink = CollectedUpdate()
+    trainer.update_weights(1, sink)
+    spread = trainer.built.placement.spread(trainer._local("cpu"), "cpu")
+    made = as_engine_wants(spread, context, trainer.built.shape, trainer._fp8, "cpu")
+    torch.save({"spread": {n: t.clone() for n, t in made}, "sent": sink.tensors}, Path(directory) / f"rank-{rank}.pt")
+    trainer.shutdown()
+
+
 def run_ranks(world: int, target: Any, *args: Any) -> None:
     """`target(rank, world, *args)` in a process for each rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
@@ -61,6 +62,12 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **facts)
     except (ValueError, TypeError, KeyError) as err:
         raise ConfigError(f"transformers cannot make a {model_type!r} of model.architecture: {err}") from err
+
+
+def quantisation_of(context: LaunchContext) -> Mapping[str, Any] | None:
+    """`quantization_config` of the checkpoint, or of `model.architecture` without one; None: it is not quantised."""
+    found: Mapping[str, Any] | None = model_config(context).to_dict().get("quantization_config")
+    return found
 
 
 def build_model(

@@ -202,7 +202,9 @@ def export(named: Iterable[tuple[str, Tensor]], context: LaunchContext, director
     config = model_config(context)
     if not config.architectures:
         config.architectures = [_class_name(config)]
-    (directory / "config.json").write_text(json.dumps(config.to_dict(), indent=2, default=str), encoding="utf-8")
+    facts = config.to_dict()
+    facts.pop("quantization_config", None)  # of what training started from; these weights are whole
+    (directory / "config.json").write_text(json.dumps(facts, indent=2, default=str), encoding="utf-8")
 
 
 def _write_files(named: Iterable[tuple[str, Tensor]], directory: Path) -> dict[Path, list[str]]:

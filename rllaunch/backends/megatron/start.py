@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext
+from rllaunch.backends.block_fp8 import scale_name, scheme_of
 from rllaunch.backends.embedded import model as embedded
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import missing, unstack_experts
+from rllaunch.backends.quantise import E4M3, dequantise
 from rllaunch.errors import ConfigError
 
 
 def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str], Tensor]:
     """Name of a checkpoint's tensor → the tensor, on the host; read when it is asked for.
+
+    A weight in FP8 with scales for its blocks comes in float32.
 
     Raises:
         ConfigError: the checkpoint lacks tensors of the model, or holds them in a type that cannot be trained.
@@ -26,6 +30,8 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
     if not checkpoint:
         module = embedded.build_model(context, dtype=torch.float32, with_lora=False)
         return dict(unstack_experts((n, t.detach()) for n, t in module.state_dict().items())).__getitem__
+    if (quantisation := embedded.quantisation_of(context)) is not None:
+        scheme_of(quantisation)  # others have scales that are read otherwise
     directory = Path(checkpoint) if Path(checkpoint).is_dir() else _download(checkpoint)
     files = _files(directory)
     if lacking := missing(shape, files):
@@ -61,14 +67,24 @@ def _files(directory: Path) -> dict[str, Path]:
 def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
     from safetensors import safe_open
 
-    def tensor_of(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         with safe_open(files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def tensor_of(name: str) -> Tensor:
+        tensor = read(name)
+        scales = scale_name(name)
+        if tensor.dtype == E4M3 and scales in files:
+            try:
+                return dequantise(tensor, read(scales))
+            except ValueError as err:
+                raise ConfigError(f"{name}: {err}", str(files[scales]), "the checkpoint is damaged") from err
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ConfigError(
                 f"{name} is held as {tensor.dtype}",
                 str(files[name]),
-                "training starts from a checkpoint in bfloat16 or float32; cast it first",
+                "training starts from a checkpoint in bfloat16, float32 or FP8 with its scales; cast it first",
             )
         return tensor
 

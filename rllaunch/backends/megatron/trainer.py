@@ -22,8 +22,9 @@ from rllaunch.backends.base import (
     TrainMetrics,
     WeightSink,
 )
+from rllaunch.backends.block_fp8 import engine_scheme
 from rllaunch.backends.embedded.host_copies import make_host_copies
-from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.embedded.model import model_config, quantisation_of
 from rllaunch.backends.embedded.pool import open_pools
 from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.embedded.trainer_memory import Backup, CopiedState, TrainerMemory
@@ -40,7 +41,7 @@ from rllaunch.backends.megatron.regions import Reference, StorageRegion, paramet
 from rllaunch.backends.megatron.saver import SavedState
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
-from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes
+from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes, require_fp8_fits
 from rllaunch.backends.node_memory import GpuMemory
 from rllaunch.errors import ConfigError
 from rllaunch.plan.architecture import read_architecture
@@ -60,7 +61,9 @@ class MegatronTrainer:
         self._owner = f"trainer-{slot.index}"
         self._device_pool, self._host_pool = open_pools(context, slot)
         self._facts = model_config(context).to_dict()
-        self._bucket_bytes = bucket_bytes(context, read_shape(self._facts))
+        self._fp8 = engine_scheme(context.config, quantisation_of(context))
+        shape = read_shape(self._facts)
+        self._bucket_bytes = bucket_bytes(context, shape, with_scales=self._fp8 is not None)
         self._sender = BucketSender(Path(slot.ledger_dir) / f"update-{slot.index}.bin", self._bucket_bytes)
         # An engine in a process of its own reads GPU memory of ours; the embedded one reads a file.
         self._uses_ipc = self._is_cuda and context.config.rollout.backend != "embedded"
@@ -84,6 +87,7 @@ class MegatronTrainer:
 
     def init(self, rank: RankInfo) -> None:
         if self._is_cuda:
+            require_fp8_fits(self._fp8)
             self._gpu = GpuMemory(self.context.gpus_of(self.slot))
         if self.context.config.handoff.offload_train_process_groups and self.context.options.offload_train:
             self.groups = ProcessGroups(self.slot.device, self._gpu.used if self._gpu is not None else None)
@@ -231,7 +235,7 @@ class MegatronTrainer:
         sink.begin_weight_update(version)
         self._device_pool.charge(self._owner, "update_bucket", self._bucket_bytes)
         try:
-            sent = self._sender.send(as_engine_wants(named, self.context, self.built.shape), sink)
+            sent = self._sender.send(as_engine_wants(named, self.context, self.built.shape, self._fp8), sink)
             sink.end_weight_update(version)
         finally:
             self._device_pool.release(self._owner, "update_bucket")
@@ -244,7 +248,7 @@ class MegatronTrainer:
         # The engines' weights are back only now: no rank may fill its GPU before.
         dist.barrier()
         named = self.built.placement.spread(self._local(self.slot.device), self.slot.device)
-        wanted = as_engine_wants(named, self.context, self.built.shape)
+        wanted = as_engine_wants(named, self.context, self.built.shape, self._fp8, self.slot.device)
         limit = min(self.context.config.handoff.update_weight_buffer_size, self._bucket_bytes)
         sent = IpcSender(self.slot.device, limit).send(wanted, sink if is_first else None)
         if is_first:

@@ -10,43 +10,96 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.base import Bucket, LaunchContext, TensorSlice, WeightSink, joined_with
+from rllaunch.backends.block_fp8 import FIRST_TOO_NEW, OLDEST, BlockFp8, scale_name, unfit
 from rllaunch.backends.embedded.layout import dtype_name
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import entries, stack_experts
+from rllaunch.backends.quantise import quantise
 from rllaunch.plan.architecture import read_architecture
 
 ALIGNMENT_BYTES = 64
 
 
 def as_engine_wants(
-    named: Iterable[tuple[str, Tensor]], context: LaunchContext, shape: ModelShape
+    named: Iterable[tuple[str, Tensor]],
+    context: LaunchContext,
+    shape: ModelShape,
+    fp8: BlockFp8 | None = None,
+    device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensors in the engine's dtype; of the embedded engine under the names of its module.
 
-    An engine with FP8 or FP4 weights quantises what it is sent. Biases of routers stay in float32.
+    SGLang quantises what it loads, never what an update brings: for an engine in FP8 it is done here, of the weights
+    rounded to bfloat16, as a checkpoint would be. Biases of routers stay in float32.
+
+    Args:
+        fp8: which tensors the engine holds in FP8, if it does: of each comes its scales' too.
+        device: where they are quantised; where they are if None.
     """
     dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
     is_embedded = context.config.rollout.backend == "embedded"
     if is_embedded and shape.experts:
         named = stack_experts(named, shape.experts.number)
+    cast = _cast(named, dtype, has_buffers=not is_embedded)
+    yield from _in_block_fp8(cast, fp8, device) if fp8 is not None else cast
+
+
+def _cast(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, has_buffers: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """
+    Args:
+        has_buffers: whether what never changes is sent; an engine in the trainer's process has it from the start.
+    """
     for name, tensor in named:
         is_buffer = name.endswith("e_score_correction_bias")
-        if is_buffer and is_embedded:
-            continue  # it never changes, and the engine has it from the start
-        yield name, tensor if is_buffer else tensor.to(dtype)
+        if has_buffers or not is_buffer:
+            yield name, tensor if is_buffer else tensor.to(dtype)
 
 
-def bucket_bytes(context: LaunchContext, shape: ModelShape) -> int:
-    """Bytes of the largest bucket an update may need: what was asked for, a larger tensor, or the model."""
+def _in_block_fp8(
+    named: Iterable[tuple[str, Tensor]], fp8: BlockFp8, device: torch.device | str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight with its scales after it; of two that are joined both weights, then the scales of both."""
+    waiting = iter(named)
+    for name, tensor in waiting:
+        together = [(name, tensor)]
+        if joined_with(name) is not None:
+            together.append(next(waiting))
+        if not fp8.holds(name):
+            yield from together
+            continue
+        moved = [(n, t if device is None else t.to(device, non_blocking=True)) for n, t in together]
+        made = [(n, *quantise(t)) for n, t in moved]
+        yield from ((n, weight) for n, weight, _ in made)
+        yield from ((scale_name(n), scale_inv) for n, _, scale_inv in made)
+
+
+def require_fp8_fits(fp8: BlockFp8 | None) -> None:
+    """
+    Raises:
+        ConfigError: this process's GPU, which an engine shares, is one on which SGLang would misread FP8 weights.
+    """
+    capability = torch.cuda.get_device_capability()
+    if fp8 is not None and not OLDEST <= capability < FIRST_TOO_NEW:
+        raise unfit(torch.cuda.get_device_name(), is_newer=capability >= FIRST_TOO_NEW)
+
+
+def bucket_bytes(context: LaunchContext, shape: ModelShape, *, with_scales: bool = False) -> int:
+    """Bytes of the largest bucket an update may need: what was asked for, a larger tensor, or the model.
+
+    Args:
+        with_scales: weights come in FP8. The embedding does not, so the largest tensor stays what it is.
+    """
     itemsize = 4 if context.config.rollout.dtype == "float32" else 2
     largest = shape.vocab_size * shape.hidden_size
     if shape.experts and context.config.rollout.backend == "embedded":
         largest = max(largest, shape.experts.number * 2 * shape.experts.width * shape.hidden_size)
     asked = max(context.config.handoff.update_weight_buffer_size, largest * itemsize)
     facts = model_config(context).to_dict()
-    names = sum(len(entry.sources) for entry in entries(shape))
+    names = sum(len(entry.sources) for entry in entries(shape)) * (2 if with_scales else 1)
     whole = read_architecture(facts, "model.architecture").num_parameters * itemsize + names * ALIGNMENT_BYTES
     return min(asked, whole)
 

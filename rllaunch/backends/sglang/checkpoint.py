@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,7 +13,9 @@ from typing import Any, cast
 import torch
 
 from rllaunch.backends.base import LaunchContext
-from rllaunch.backends.embedded.model import build_model, model_config, special_ids
+from rllaunch.backends.block_fp8 import BLOCK, SCHEME, BlockFp8, engine_scheme, scale_name
+from rllaunch.backends.embedded.model import build_model, model_config, quantisation_of, special_ids
+from rllaunch.backends.quantise import quantise
 
 
 def write_checkpoint(context: LaunchContext, directory: Path) -> None:
@@ -20,17 +23,43 @@ def write_checkpoint(context: LaunchContext, directory: Path) -> None:
 
     Named as transformers names a checkpoint, which for experts is not how it names its parameters.
     """
-    # Quantised types are rounded from bfloat16 by the engine as it loads.
+    quantisation = quantisation_of(context)
+    fp8 = engine_scheme(context.config, quantisation)
     dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
     model: Any = build_model(context, dtype=dtype, with_lora=False)
     model.config.dtype = dtype
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=_FILE_BYTES)
+    facts = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    facts.pop("quantization_config", None)
+    if fp8 is not None:
+        facts["quantization_config"] = quantisation or SCHEME
+        _quantise_files(directory, fp8)
+    (directory / "config.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
-def checkpoint_tensors(directory: str) -> dict[str, int] | None:
+def _quantise_files(directory: Path, fp8: BlockFp8) -> None:
+    """In place, a file at a time."""
+    from safetensors.torch import load_file, save_file
+
+    index = directory / "model.safetensors.index.json"
+    saved = json.loads(index.read_text(encoding="utf-8")) if index.exists() else {"weight_map": {}}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name in [n for n in tensors if fp8.holds(n)]:
+            tensors[name], tensors[scale_name(name)] = quantise(tensors[name])
+        save_file(tensors, file, metadata={"format": "pt"})
+        saved["weight_map"] |= dict.fromkeys(tensors, file.name)
+    if index.exists():
+        index.write_text(json.dumps(saved, indent=2), encoding="utf-8")
+
+
+def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str, int] | None:
     """Name → bytes of every tensor in a directory of safetensors; None where there are none (a hub name, `.bin` files).
 
     Reads the headers only.
+
+    Args:
+        fp8: the tensors as if these were in FP8, with those of their scales.
     """
     from safetensors import safe_open
 
@@ -41,7 +70,11 @@ def checkpoint_tensors(directory: str) -> dict[str, int] | None:
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 piece = opened.get_slice(name)
                 bits = _BITS.get(piece.get_dtype(), 8)
-                sizes[name] = math.prod(piece.get_shape()) * bits // 8
+                shape = piece.get_shape()
+                sizes[name] = math.prod(shape) * bits // 8
+                if fp8 is not None and fp8.holds(name):
+                    sizes[name] = math.prod(shape)
+                    sizes[scale_name(name)] = 4 * math.prod(-(-size // BLOCK) for size in shape)
     return sizes or None
 
 
@@ -52,6 +85,8 @@ def of_layers(tensors: Mapping[str, int], num_layers: int) -> dict[str, int]:
     return {n: tensors[n] for n, match in found.items() if match is None or int(match[1]) < num_layers}
 
 
+# Of a file that is written: no more of it is in memory at a time.
+_FILE_BYTES = 2**31
 # safetensors' names of types wider or narrower than a byte; every other type is a byte.
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, Slot
+from rllaunch.backends.block_fp8 import BlockFp8, loads_nothing
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, of_layers
 from rllaunch.backends.sglang.options import given, meeting_point
 from rllaunch.backends.sglang.part import NodePart
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rllaunch.backends.base import FloatArray, IntArray
 
 GIB = 2**30
-# Options under which an engine holds other numbers than it is sent.
-_QUANTISING = ("quantization", "torchao_config")
 
 
 class SglangEngine(NodePart):
@@ -66,12 +65,13 @@ class SglangEngine(NodePart):
         context = self.context
         with self._lock, self.state.starting():
             path = self._model_path()
-            tensors = checkpoint_tensors(path)
+            is_empty = loads_nothing(context.config, self._quantisation)
+            tensors = checkpoint_tensors(path, BlockFp8() if is_empty else None)
             layers = context.config.model.architecture.get("num_hidden_layers")
             if tensors and layers and not given(context).get("speculative_algorithm"):
                 tensors = of_layers(tensors, layers)
             self._names = Names(self.name, tensors)
-            self._must_be_whole = not context.config.model.hf_checkpoint
+            self._must_be_whole = is_empty or not context.config.model.hf_checkpoint
             self._pad_id, self._eos_ids = ids_of(context)
             usage, ranks = self._start_process("start", path, self._meeting_point)
             assert self._process is not None, "just started"
@@ -86,11 +86,14 @@ class SglangEngine(NodePart):
 
     @property
     def _is_comparable(self) -> bool:
-        """Whether the trainer's first update is to give exactly what the engine loads by itself."""
-        config, options = self.context.config, given(self.context)
-        is_plain = config.rollout.dtype in ("float32", "bfloat16") and not any(map(options.get, _QUANTISING))
-        is_loaded = options.get("load_format", "auto") != "dummy"
-        return is_plain and is_loaded and "quantization_config" not in config.model.architecture
+        """Whether the trainer's first update is to give exactly what the engine loads by itself.
+
+        In FP8 only of a model without a checkpoint, for which both quantise the same numbers: what is quantised,
+        read and quantised again is not the same to the bit.
+        """
+        config = self.context.config
+        is_loaded = given(self.context).get("load_format", "auto") != "dummy"
+        return is_loaded and (config.rollout.dtype != "fp8" or not config.model.hf_checkpoint)
 
     def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:
         """SGLang's own figures, to a MiB; on `cpu` it takes the weights' from free memory, where others live."""

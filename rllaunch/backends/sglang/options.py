@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import socket
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from zlib import crc32
 
 from rllaunch.backends.base import LaunchContext, Slot
+from rllaunch.backends.block_fp8 import SCHEME, engine_scheme, loads_nothing
 from rllaunch.errors import ConfigError, EnvironmentProblem, did_you_mean
 
 # An engine needs two ports, and with DP attention a run of derived ones after its third. The range lies between
@@ -27,6 +29,8 @@ _DECIDED_BY = {
     "model_path": "model.hf_checkpoint",
     "tp_size": "rollout.rollout_num_gpus_per_engine",
     "dtype": "rollout.dtype",
+    "load_format": "rollout.dtype, which is not the checkpoint's",
+    "json_model_override_args": "rollout.dtype, which is not the checkpoint's",
     "context_length": "rollout.rollout_max_context_len",
     "device": "hardware.accelerator",
     "random_seed": "run.seed",
@@ -67,13 +71,23 @@ class Span:
     meeting_point: str = ""
 
 
-def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range, span: Span = Span()) -> dict[str, Any]:
+def decided(
+    context: LaunchContext,
+    slot: Slot,
+    model_path: str,
+    ports: range,
+    span: Span = Span(),
+    quantisation: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What the launch decides; every name must exist in the installed SGLang.
 
     Args:
         slot: the first of the engine's.
         model_path: directory or hub name the engine loads.
         ports: this part's own, `PORTS_OF_ENGINE` of them.
+        quantisation: what the launch's checkpoint says of it; None: nothing.
+    Raises:
+        ConfigError: engines whose weights an update would spoil.
     """
     config, options = context.config, context.options
     rollout = config.rollout
@@ -91,7 +105,7 @@ def decided(context: LaunchContext, slot: Slot, model_path: str, ports: range, s
         "nccl_port": ports[1],
         "nnodes": span.num_nodes,
         "node_rank": span.node_rank,
-        **_precision(context),
+        **_precision(context, quantisation),
     }
     if span.meeting_point or config.sglang.enable_dp_attention:
         arguments["dist_init_addr"] = span.meeting_point or meeting_point("127.0.0.1", ports)
@@ -105,13 +119,22 @@ def meeting_point(host: str, ports: range) -> str:
     return f"[{host}]:{ports[_DIST_OFFSET]}" if ":" in host else f"{host}:{ports[_DIST_OFFSET]}"
 
 
-def _precision(context: LaunchContext) -> dict[str, Any]:
-    """Type of the weights; a checkpoint that is quantised already says how by itself."""
+def _precision(context: LaunchContext, quantisation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Type of the weights; a checkpoint that is quantised says how by itself.
+
+    Of one that is not nothing is loaded. SGLang's own `quantization = fp8` has one scale for a matrix or a row, which
+    no update brings; told of blocks it makes parameters as for a checkpoint that has them, and these are filled by the
+    first update. A dict in the overrides takes the place of what `config.json` has (sglang 0.5.17 and 0.5.23
+    `utils/hf_transformers/config.py`, `get_config`).
+    """
+    engine_scheme(context.config, quantisation)
     name = context.config.rollout.dtype
     if name in ("float32", "bfloat16"):
         return {"dtype": name}
-    is_quantised = "quantization_config" in context.config.model.architecture
-    return {"dtype": "bfloat16"} | ({} if is_quantised or name == "fp4" else {"quantization": name})
+    if not loads_nothing(context.config, quantisation):
+        return {"dtype": "bfloat16"}
+    overrides = json.dumps({"quantization_config": SCHEME})
+    return {"dtype": "bfloat16", "load_format": "dummy", "json_model_override_args": overrides}
 
 
 def preferred(context: LaunchContext, slot: Slot) -> dict[str, Any]:

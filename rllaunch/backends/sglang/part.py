@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rllaunch.backends.base import LaunchContext, MemoryReading, Slot
 from rllaunch.backends.embedded.host_copies import lies_in_arena
+from rllaunch.backends.embedded.model import quantisation_of
 from rllaunch.backends.embedded.pool import Pool, open_pools
 from rllaunch.backends.embedded.sizes import read_memory
 from rllaunch.backends.node_memory import GpuMemory, recorded_pss
@@ -50,6 +51,7 @@ class NodePart:
         self._process: EngineProcess | None = None
         self._is_abandoned = False
         self._directory: Path | None = None
+        self._quantisation: Mapping[str, Any] | None = None
         self._gpus: GpuMemory | None = None
         self._pools: tuple[Pool, Pool] | None = None
         self._ports = range(0)
@@ -68,6 +70,7 @@ class NodePart:
 
     def _model_path(self) -> str:
         """Of the checkpoint; a model without one has the trainer's random weights, in a directory that ends with us."""
+        self._quantisation = quantisation_of(self.context)
         if checkpoint := self.context.config.model.hf_checkpoint:
             return checkpoint
         self._directory = Path(tempfile.mkdtemp(prefix="rllaunch-model-"))
@@ -83,7 +86,7 @@ class NodePart:
         """The answer of SGLang's process here to `call`, `start` or `follow`."""
         context = self.context
         span = Span(self.num_nodes, self.node_rank, meeting_point)
-        arguments = decided(context, self.engine_slots[0], path, self._find_ports(), span)
+        arguments = decided(context, self.engine_slots[0], path, self._find_ports(), span, self._quantisation)
         self._process = EngineProcess(self.name, self._environment(), self.host_module)
         if self._is_abandoned:
             self._process.kill()

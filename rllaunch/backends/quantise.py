@@ -1,0 +1,63 @@
+"""Weights in FP8 with a scale for each block of 128 × 128, and back."""
+
+# O output features (rows), I input features (columns), R and C blocks of them, the last ones perhaps narrower
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rllaunch.backends.block_fp8 import BLOCK
+
+E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(E4M3).max  # 448
+# Below it the reciprocal of a scale would overflow; no block of a model is so small.
+_SMALLEST = 1e-30
+# Rows that are in float32 at a time, so that a large matrix never is as a whole.
+_ROWS = 32 * BLOCK
+
+
+def quantise(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight as float8_e4m3fn [O, I], and `scale_inv` in float32 [R, C], by which a block is multiplied to have it
+    back.
+
+    The largest value of a block becomes 448, the largest of the type; a block of zeros has the scale 1. The steps are
+    those of transformers 5.24.0 (`Fp8Quantize` in integrations/finegrained_fp8.py), so that the bits are its bits, and
+    the same on CPU and GPU: a reciprocal is rounded alike by both, a division by a number is not.
+    """
+    assert weight_OI.dim() == 2, "a linear layer's weight"
+    O, I = weight_OI.shape  # noqa: E741
+    quantised_OI = torch.empty(O, I, dtype=E4M3, device=weight_OI.device)
+    scale_inv_RC = torch.empty(-(-O // BLOCK), -(-I // BLOCK), dtype=torch.float32, device=weight_OI.device)
+    for first in range(0, O, _ROWS):
+        blocks = _in_blocks(weight_OI[first : first + _ROWS].to(torch.float32))
+        amax = blocks.abs().amax(dim=(1, 3))
+        scale = torch.where(amax > 0, _LARGEST / amax.clamp(min=_SMALLEST), 1.0)
+        scaled = (blocks * scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
+        rows = min(_ROWS, O - first)
+        quantised_OI[first : first + rows] = scaled.flatten(0, 1).flatten(1)[:rows, :I].to(E4M3)
+        scale_inv_RC[first // BLOCK : first // BLOCK + len(scale)] = 1.0 / scale
+    return quantised_OI, scale_inv_RC
+
+
+def dequantise(quantised_OI: Tensor, scale_inv_RC: Tensor) -> Tensor:
+    """The weight in float32 [O, I].
+
+    Raises:
+        ValueError: the scales are of a matrix of another size.
+    """
+    O, I = quantised_OI.shape  # noqa: E741
+    expected = (-(-O // BLOCK), -(-I // BLOCK))
+    if tuple(scale_inv_RC.shape) != expected:
+        raise ValueError(f"scales of {list(scale_inv_RC.shape)} for a weight of {[O, I]}, which has {list(expected)}")
+    weight_OI = quantised_OI.to(torch.float32)
+    for row, scale_C in enumerate(scale_inv_RC.to(torch.float32)):
+        weight_OI[row * BLOCK : (row + 1) * BLOCK] *= scale_C.repeat_interleave(BLOCK)[:I]
+    return weight_OI
+
+
+def _in_blocks(weight_OI: Tensor) -> Tensor:
+    """[R, 128, C, 128], filled up with zeros."""
+    O, I = weight_OI.shape  # noqa: E741
+    padded = torch.nn.functional.pad(weight_OI, (0, -I % BLOCK, 0, -O % BLOCK))
+    return padded.view(-(-O // BLOCK), BLOCK, -(-I // BLOCK), BLOCK)
