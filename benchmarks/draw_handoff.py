@@ -1,6 +1,8 @@
 """Draws what `handoff_gpu.py --json` measured: seconds of a handoff by step, and the host copies it holds.
 
-python benchmarks/draw_handoff.py benchmarks/results/2026-11-29-handoff-h200.json 2.6b docs/handoff-h200.png
+python benchmarks/draw_handoff.py benchmarks/results/2026-11-30-{handoff,update}-h200.json 4b docs/handoff-h200.png
+
+Of several files, and of several runs in one, the last that has a way of handing over is drawn.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ OTHER = ("KV cache and graphs", "#9a9aa5")
 
 def label(row: dict[str, Any]) -> str:
     who = "torch_memory_saver" if row["backend"] == "torch_memory_saver" else "rllaunch arena"
-    source = ", update from the host" if row["order"] == "gpu" and row.get("update_from", "host") == "host" else ""
+    source = ", update from host" if row["order"] == "gpu" and row.get("update_from", "host") == "host" else ""
     return f"{who}, {row['buffers']}, {row['engine_weights']}, {row['order']} order{source}"
 
 
 def draw(rows: list[dict[str, Any]], target: Path) -> None:
-    latest = {label(row): row for row in sorted(rows, key=lambda row: row["run"])}
+    latest = {label(row): row for row in rows}
     rows = sorted(latest.values(), key=lambda row: row["sum"], reverse=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 0.42 * len(rows) + 1.7), sharey=True, width_ratios=(3, 2))
     for y, row in enumerate(rows):
@@ -50,7 +52,7 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
         right.text(row["host_gib"], y, f"  {row['host_gib']:.1f}", va="center", fontsize=9)
     left.set_yticks(range(len(rows)), [label(row) for row in rows], fontsize=9)
     left.set_xlabel("seconds of one handoff, both ways")
-    right.set_xlabel("GiB of copies on the host at the peak (line: planned)")
+    right.set_xlabel("GiB of host copies (line: planned)")
     left.set_xlim(0, max(row["sum"] for row in rows) * 1.1)
     right.set_xlim(0, max(row["host_gib"] or 0.0 for row in rows) * 1.15)
     for axes in (left, right):
@@ -68,8 +70,12 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
 
 
 def main() -> None:
-    source, size, target = sys.argv[1:]
-    draw([row for row in json.loads(Path(source).read_text(encoding="utf-8")) if row["size"] == size], Path(target))
+    *sources, size, target = sys.argv[1:]
+    rows: list[dict[str, Any]] = []
+    for source in sources:
+        its_rows = json.loads(Path(source).read_text(encoding="utf-8"))
+        rows += sorted((row for row in its_rows if row["size"] == size), key=lambda row: row["run"])
+    draw(rows, Path(target))
 
 
 if __name__ == "__main__":

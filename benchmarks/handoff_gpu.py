@@ -305,6 +305,12 @@ class Bench:
         return LaunchContext(self.config(cell.backend), cell.options, "", 64, 1)
 
     def run(self) -> None:
+        try:
+            self.run_cells()
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def run_cells(self) -> None:
         slot = Slot(0, 0, "cuda", str(self.directory / "ledgers"))
         groups = [list(group) for _, group in groupby(self.wanted, key=lambda cell: cell.backend)]
         # Their modules are imported while the engines start.
@@ -323,7 +329,6 @@ class Bench:
         for engine in self.engines.values():
             engine.shutdown()
         self.gpu.stop()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     def start_engines(self, slot: Slot) -> None:
         from rllaunch.backends.sglang import engine as module

@@ -185,7 +185,15 @@ UPDATE_SPEED = Constant(
     "bytes a second",
     "buckets over CUDA IPC, filled over the link from what was just offloaded: 24 to 27 in most cells of 2.6 B and 4 B "
     "parameters on one H200, 38 to 44 where something lies between the offload and the update, 14 to 23 with 0.6 B "
-    "(own measurement, benchmarks/results)",
+    "(own measurement, benchmarks/results); taken for several nodes too, whatever the update is read from",
+)
+UPDATE_SPEED_ON_GPU = Constant(
+    85 * GIB,
+    13 * GIB,
+    86.2 * GIB,
+    "bytes a second",
+    "the same buckets filled from parameters on the GPU, on one node: 85 and 86 with 4 B and 5 B on one H200, 13 with "
+    "0.6 B on two, where the calls are what takes the time (own measurement, benchmarks/results)",
 )
 CPU_ADAM_SPEED = Constant(
     60 * GB,

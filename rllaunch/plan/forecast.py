@@ -247,6 +247,7 @@ class _Speed:
         self.options = options
         self.uses_saver = config.handoff.trainer_offload_backend == "torch_memory_saver"
         self.update_bytes = sizes.update_bytes
+        self.is_one_node = config.cluster.num_nodes == 1
         # Also of weights that have no copy of their own, but are rebuilt from their masters.
         self.own_part = sizes.gpu.get("params", self.update_bytes)
         link = config.hardware.host_link_bytes_per_second
@@ -279,7 +280,7 @@ class _Speed:
 
     def _update(self) -> float:
         """From the GPU, or each GPU's own part from the backup over the link; then all of it to every engine."""
-        seconds = self.update_bytes / c.UPDATE_SPEED.value
         if not self.options.updates_awake:
-            seconds += min(self.update_bytes, self.own_part) / self.link
-        return seconds
+            return min(self.update_bytes, self.own_part) / self.link + self.update_bytes / c.UPDATE_SPEED.value
+        speed = c.UPDATE_SPEED_ON_GPU if self.is_one_node else c.UPDATE_SPEED
+        return self.update_bytes / speed.value
