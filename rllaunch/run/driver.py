@@ -95,6 +95,8 @@ class RayWorkers:
         self._batch: Any = None
         # The ranks' last steps: an update waits for all of them.
         self._under_way: Sequence[Any] = ()
+        # Rank 0's last update, which is over when the engines have it: what the ranks do next waits for that.
+        self._update: Sequence[Any] = ()
         # Steps that were sent off before the loop asked for them, and their answers to come.
         self._ahead: tuple[Sequence[str], Callable[[], Any]] | None = None
         if inputs.resume and (found := record.list_checkpoints()):
@@ -132,15 +134,12 @@ class RayWorkers:
         """Whether the ranks can be told the next steps before these have ended.
 
         Ray holds them back until what they wait for is there: the samples, or for an update the steps of all
-        ranks before it (an engine's weights return to GPUs that every rank has left). A rank does nothing after
-        an error.
+        ranks before it (an engine's weights return to GPUs that every rank has left), and after one the word of rank 0
+        that the engines have it (what it reads of a node's memory is the update's). A rank does nothing after an error.
         """
         if not then or "save" in then:
             return False
-        if "generate" in steps:
-            return _is_trainers(then)
-        if "update_weights" in steps:
-            # A rank takes its calls in turn, and whoever is done with the update is not needed by the others.
+        if "generate" in steps or "update_weights" in steps:
             return _is_trainers(then)
         return _is_trainers(steps) and then[-1] == "update_weights"
 
@@ -148,10 +147,12 @@ class RayWorkers:
         """Send the steps to the side they are for; what is returned waits for the results and the error."""
         if steps[-1] == "update_weights":
             answers = self.group.start_update(version, self.manager, steps[:-1], self._under_way)
+            self._update = answers[:1]
             return lambda: self.group.finish_update(answers)
         if _is_trainers(steps):
             # From `generate` to `train` each call takes the samples along, if only to wait for them.
-            answers = self._under_way = self.group.start(steps, self._batch)
+            after, self._update = self._update, ()
+            answers = self._under_way = self.group.start(steps, self._batch, after)
             if "train" in steps:
                 self._batch = None
             return lambda: self.group.finish(answers)

@@ -105,13 +105,16 @@ class TrainerRank:
         return replace(self.backend.memory(), pss_bytes=recorded_pss(self._config, [os.getpid()]))
 
     def run(
-        self, steps: Sequence[str], batch: TrainBatch | None, is_after_rollout: bool
+        self, steps: Sequence[str], batch: TrainBatch | None, is_after_rollout: bool, *others: Any
     ) -> tuple[list[StepResult], RllaunchError | None]:
         """`train` and `trainer.…` steps in order; none of them if the rollout before them gave no samples.
 
         What is called after an error does nothing: the driver sends steps ahead, before it knows of it.
+
+        Args:
+            others: as `update_weights` takes them.
         """
-        if not self._is_well or (is_after_rollout and batch is None):
+        if not self._is_well or (is_after_rollout and batch is None) or _any_failed(others):
             self._is_well = False
             return [], None
         self._is_well = False
@@ -138,8 +141,10 @@ class TrainerRank:
         Args:
             others: what the steps before this gave on every rank; Ray runs this once they are there.
         """
-        if not self._is_well or any(error is not None for _, error in others):
+        if not self._is_well or _any_failed(others):
+            self._is_well = False
             return [], None
+        self._is_well = False
         sink = ManagerSink(manager, before)
         self.backend.memory()
         started = time.perf_counter()
@@ -147,6 +152,7 @@ class TrainerRank:
             sent = self.backend.update_weights(version, sink)
         except RllaunchError as err:
             return sink.results, own(err)
+        self._is_well = True
         if not sent:
             # A rank that sends nothing is done while rank 0 and the engines are at it: what it would read
             # of the memory is some moment between.
@@ -161,6 +167,10 @@ class TrainerRank:
     def shutdown(self) -> None:
         with self._ledgers:
             self.backend.shutdown()
+
+
+def _any_failed(answers: Sequence[tuple[Sequence[StepResult], RllaunchError | None]]) -> bool:
+    return any(error is not None for _, error in answers)
 
 
 class TrainGroup:
@@ -179,13 +189,18 @@ class TrainGroup:
         path = str(checkpoint) if checkpoint else None
         return fullest(ray.get([a.init.remote(i, path) for a, i in zip(self.ranks, infos, strict=True)]))
 
-    def start(self, steps: Sequence[str], batch: Any) -> list[Any]:
+    def start(self, steps: Sequence[str], batch: Any, after: Sequence[Any] = ()) -> list[Any]:
         """Send the steps to every rank; `finish` has the answers.
 
         Args:
             batch: a rollout in the object store, or None; the ranks read it there, and begin when it is there.
+            after: answers to come that the steps wait for. One rank takes its calls in turn anyway.
         """
-        return [actor.run.remote(list(steps), batch, batch is not None) for actor in self.ranks]
+        waits = self._waits(after)
+        return [actor.run.remote(list(steps), batch, batch is not None, *waits) for actor in self.ranks]
+
+    def _waits(self, after: Sequence[Any]) -> Sequence[Any]:
+        return after if len(self.ranks) > 1 else ()
 
     def finish(self, references: Sequence[Any]) -> tuple[list[StepResult], RllaunchError | None]:
         """What steps that were started gave, each as the slowest and fullest rank had it."""
@@ -213,9 +228,9 @@ class TrainGroup:
         """Send the engines' steps `before` and the update to every rank; `finish_update` has the answers.
 
         Args:
-            after: answers to come that the update waits for. One rank takes its calls in turn anyway.
+            after: as `start` takes them.
         """
-        waits = after if len(self.ranks) > 1 else ()
+        waits = self._waits(after)
         return [actor.update_weights.remote(version, manager, before, *waits) for actor in self.ranks]
 
     def finish_update(self, references: Sequence[Any]) -> tuple[list[StepResult], RllaunchError | None]:

@@ -24,6 +24,10 @@ MOE = (
     " --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --rollout-num-gpus-per-engine 4"
     " --recompute-granularity full --max-tokens-per-gpu 8192"
 )
+FROM_GPU = (
+    "--model qwen3-30b-a3b --hardware GB300 --colocate-memory-peak-device gpu --offload-train-buffers fresh"
+    " --update-weights-from gpu"
+)
 LORA = (
     "--model qwen3-4b --hardware H200 --tensor-model-parallel-size 2 --lora-rank 16 --recompute-granularity full"
     " --max-tokens-per-gpu 8192"
@@ -120,6 +124,14 @@ def test_a_mixture_of_experts_runs_through_on_two_ranks(rehearse: Callable[..., 
     ran_through(run, plan, ranks=2)
     close_to_plan(run, plan, rel=0.1)
     assert "glm4_moe shrunk, 2 ranks, 3 cycles" in run.err
+
+
+def test_no_rank_offloads_before_an_update_from_the_gpu_is_over(rehearse: Callable[..., Run]):
+    run, plan = rehearse(FROM_GPU, "--rehearse-ranks 2"), chosen(FROM_GPU).taken.plan
+    ran_through(run, plan, ranks=2)
+    updates = [event for event in run.events if event["step"] == "update_weights"]
+    assert len(updates) == 4
+    assert all(event["host_peak_bytes"] == event["planned_host_peak_bytes"] for event in updates)
 
 
 def test_lora_keeps_a_mirror_and_runs_through(rehearse: Callable[..., Run]):

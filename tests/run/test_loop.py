@@ -245,8 +245,56 @@ def test_an_update_sent_ahead_waits_for_the_steps_of_every_rank(num_ranks: int, 
         assert rank.update_weights.arguments == [(1, "manager", ["engine.onload_weights"], *waits)]
 
 
+@pytest.mark.parametrize(("num_ranks", "waits"), [(1, ()), (2, ("answer 1",))])
+def test_an_offload_sent_ahead_waits_until_the_engines_have_the_update(num_ranks: int, waits: tuple[str, ...]):
+    """Else a rank that has nothing to send would offload while rank 0 reads what the update holds of the node."""
+    from rllaunch.run.train_group import TrainGroup
+
+    ranks = [Rank() for _ in range(num_ranks)]
+    group = TrainGroup(ranks)
+    update = group.start_update(1, "manager", [])
+    group.start(["trainer.offload"], None, update[:1])
+    for rank in ranks:
+        assert rank.run.arguments == [(["trainer.offload"], None, False, *waits)]
+
+
+FAILED: tuple[list[StepResult], RllaunchError | None] = ([], RunError("no memory"))
+
+
 def test_a_rank_does_nothing_after_another_ranks_error():
     from rllaunch.run.train_group import TrainerRank
 
-    failed: tuple[list[StepResult], RllaunchError | None] = ([], RunError("no memory"))
-    assert TrainerRank().update_weights(1, "manager", [], ([], None), failed) == ([], None)
+    rank = TrainerRank()
+    assert rank.update_weights(1, "manager", [], ([], None), FAILED) == ([], None)
+    # It has no backend that could be told to.
+    assert rank.run(["trainer.offload"], None, False) == ([], None)
+    assert TrainerRank().run(["trainer.offload"], None, False, FAILED) == ([], None)
+
+
+class FailingTrainer:
+    """Of a trainer's calls those of an update, which fails."""
+
+    def __init__(self) -> None:
+        self.offloads = 0
+
+    def memory(self) -> MemoryReading:
+        return NOTHING
+
+    def update_weights(self, version: int, sink: Any) -> int:
+        raise RunError("an engine refuses the update")
+
+    def offload(self) -> None:
+        self.offloads += 1
+
+
+def test_a_rank_does_not_offload_after_an_update_of_its_own_that_failed():
+    """The offload was sent ahead, and other ranks may still be in the update."""
+    from rllaunch.run.train_group import TrainerRank
+
+    rank = TrainerRank()
+    trainer: Any = FailingTrainer()
+    rank.backend = trainer
+    _, error = rank.update_weights(1, "manager", [])
+    assert "refuses the update" in str(error)
+    assert rank.run(["trainer.offload"], None, False) == ([], None)
+    assert trainer.offloads == 0
