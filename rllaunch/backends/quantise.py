@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.block_fp8 import BLOCK
+from rllaunch.plan.sizes import QUANTISING_BYTES
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(E4M3).max  # 448
 # Below it the reciprocal of a scale would overflow; no block of a model is so small.
 _SMALLEST = 1e-30
-# Rows that are in float32 at a time, so that a large matrix never is as a whole.
-_ROWS = 32 * BLOCK
+# In float32 of the rows that are worked on: themselves filled up to blocks, their absolute values or scaled ones, and
+# both of the rows before.
+_COPIES = 4
 
 
 def quantise(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,12 +31,14 @@ def quantise(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     O, I = weight_OI.shape  # noqa: E741
     quantised_OI = torch.empty(O, I, dtype=E4M3, device=weight_OI.device)
     scale_inv_RC = torch.empty(-(-O // BLOCK), -(-I // BLOCK), dtype=torch.float32, device=weight_OI.device)
-    for first in range(0, O, _ROWS):
-        blocks = _in_blocks(weight_OI[first : first + _ROWS].to(torch.float32))
+    # Never a large matrix as a whole: an update quantises beside engine and trainer.
+    some = max(1, QUANTISING_BYTES // (_COPIES * 4 * I * BLOCK)) * BLOCK
+    for first in range(0, O, some):
+        blocks = _in_blocks(weight_OI[first : first + some].to(torch.float32))
         amax = blocks.abs().amax(dim=(1, 3))
         scale = torch.where(amax > 0, _LARGEST / amax.clamp(min=_SMALLEST), 1.0)
         scaled = (blocks * scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
-        rows = min(_ROWS, O - first)
+        rows = min(some, O - first)
         quantised_OI[first : first + rows] = scaled.flatten(0, 1).flatten(1)[:rows, :I].to(E4M3)
         scale_inv_RC[first // BLOCK : first // BLOCK + len(scale)] = 1.0 / scale
     return quantised_OI, scale_inv_RC

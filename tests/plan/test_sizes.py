@@ -449,3 +449,24 @@ def test_context_parallel_ranks_keep_the_heads_keys_of_latents_and_values_as_wid
     made_of_latents = 32 * (128 + 128)
     per_token = 61 * (read - made_of_latents) if again == "none" else read + all_ranks
     assert activations(2) - activations(1) == 8192 * 2 * per_token
+
+
+# -- the update ------------------------------------------------------------------------------------
+
+BUCKET = 512 * 2**20
+
+
+def test_both_buckets_of_an_update_may_meet_a_matrix_larger_than_they_are():
+    tied, untied = (sizes(f"--model {name} {H100}").gpu["update_bucket"] for name in ("qwen3-4b", "qwen3-8b"))
+    assert tied == BUCKET + 2 * 151936 * 2560
+    assert untied == 2 * (2 * 151936 * 4096)
+    # Where ranks share it, its shards and the whole of one come on top.
+    shared = sizes(f"--model qwen3-8b {H100} --tensor-model-parallel-size 2").gpu["update_bucket"]
+    assert shared == 2 * untied
+
+
+def test_an_update_in_fp8_also_holds_what_it_is_quantised_to_and_with():
+    words = f"--model qwen3-4b {H100} --rollout-dtype fp8"
+    matrix = 9728 * 2560
+    more = sizes(words).gpu["update_bucket"] - sizes(f"--model qwen3-4b {H100}").gpu["update_bucket"]
+    assert more == matrix + 4 * matrix // 128**2 + 2**28
