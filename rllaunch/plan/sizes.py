@@ -20,7 +20,7 @@ from rllaunch.resolve.schema import LaunchConfig
 VOCAB_DIVISOR = 128
 # Block scales of FP8 weights: one float32 for 128 × 128 elements (DeepSeek-V3's format, which SGLang loads).
 FP8_BLOCK = 128 * 128
-# Rows of a weight that are in float32 at a time while it is quantised (`backends.quantise`), with all that is made of them.
+# What quantising a weight takes beside it and what it becomes: some of its rows in float32 (`backends.quantise`).
 QUANTISING_BYTES = 2**28
 # Parts of the host that are there once the trainer is built.
 TRAINER_PARTS = ("optimizer_on_host", "gradients_on_host", "reference", "update_heap")

@@ -370,12 +370,18 @@ IN_FP8: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("is_of_the_hub", [False, True])
 def test_an_engine_in_fp8_of_a_checkpoint_that_is_not_must_be_brought_everything_and_is_compared_with_nothing(
-    tmp_path: Path,
+    is_of_the_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    checkpoint = tmp_path / "checkpoint"
+    cache = tmp_path / "hub" / "models--org--tiny"
+    checkpoint = cache / "snapshots" / ("0" * 40)
     write_checkpoint(fake_context(), checkpoint)
-    engine = started(tmp_path, **IN_FP8, model={"hf_checkpoint": str(checkpoint)})
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(checkpoint.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    engine = started(tmp_path, **IN_FP8, model={"hf_checkpoint": "org/tiny" if is_of_the_hub else str(checkpoint)})
     try:
         scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
         assert engine._names._known is not None

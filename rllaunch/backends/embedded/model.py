@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -68,6 +69,15 @@ def quantisation_of(context: LaunchContext) -> Mapping[str, Any] | None:
     """`quantization_config` of the checkpoint, or of `model.architecture` without one; None: it is not quantised."""
     found: Mapping[str, Any] | None = model_config(context).to_dict().get("quantization_config")
     return found
+
+
+def checkpoint_directory(checkpoint: str) -> Path:
+    """Where the files of a checkpoint lie; those of the hub are downloaded, unless they have been."""
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def build_model(

@@ -32,7 +32,7 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
         return dict(unstack_experts((n, t.detach()) for n, t in module.state_dict().items())).__getitem__
     if (quantisation := embedded.quantisation_of(context)) is not None:
         scheme_of(quantisation)  # others have scales that are read otherwise
-    directory = Path(checkpoint) if Path(checkpoint).is_dir() else _download(checkpoint)
+    directory = embedded.checkpoint_directory(checkpoint)
     files = _files(directory)
     if lacking := missing(shape, files):
         raise ConfigError(
@@ -41,12 +41,6 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
             "choose the model profile that describes this checkpoint",
         )
     return _reader(files)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, Slot
 from rllaunch.backends.block_fp8 import BlockFp8, loads_nothing
+from rllaunch.backends.embedded.model import checkpoint_directory
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, of_layers
 from rllaunch.backends.sglang.options import given, meeting_point
 from rllaunch.backends.sglang.part import NodePart
@@ -66,7 +67,9 @@ class SglangEngine(NodePart):
         with self._lock, self.state.starting():
             path = self._model_path()
             is_empty = loads_nothing(context.config, self._quantisation)
-            tensors = checkpoint_tensors(path, BlockFp8() if is_empty else None)
+            # Also of the hub's, which the trainer reads anyway: nothing else says what an update must bring.
+            where = str(checkpoint_directory(path)) if is_empty else path
+            tensors = checkpoint_tensors(where, BlockFp8() if is_empty else None)
             layers = context.config.model.architecture.get("num_hidden_layers")
             if tensors and layers and not given(context).get("speculative_algorithm"):
                 tensors = of_layers(tensors, layers)
