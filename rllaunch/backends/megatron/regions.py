@@ -79,8 +79,11 @@ class StorageRegion:
         return view_of(self._flat[index], replace(piece, offset=piece.offset - offsets[index]))
 
     def end_of(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the region up to the last of these; they must not have been freed yet."""
-        ends = dict(zip(self._offset, [*list(self._offset.values())[1:], self.nbytes], strict=True))
+        """Bytes of the region up to the last of these, which must be resident."""
+        offsets = list(self._offset.values())
+        # By where they are now: whoever takes the memory over may have moved it since.
+        pointers = (flat.untyped_storage().data_ptr() for flat in self._flat)
+        ends = dict(zip(pointers, [*offsets[1:], self.nbytes], strict=True))
         return max(ends[t.untyped_storage().data_ptr()] for t in tensors if t.untyped_storage().nbytes())
 
     def allocate(self) -> None:
