@@ -108,10 +108,14 @@ class Launch:
             origin = self.resolved.describe("model.architecture.model_type")
             return [Finding("RL512", level, text, (origin,), refusal.fix)]
         if (refusal := block_fp8.refusal_of(self.config)) is not None:
-            others = [line for line in refusal.where if not line.startswith("rollout.dtype")]
-            where = (self.resolved.describe("rollout.dtype"), *others)
+            where = tuple(map(self._with_place, refusal.where))
             return [Finding("RL513", level, refusal.what, where, refusal.fix)]
         return []
+
+    def _with_place(self, line: str) -> str:
+        """A line of an error that begins with a key, with where its value came from; others as they are."""
+        key = line.partition(" = ")[0]
+        return self.resolved.describe(key) if key in self.resolved.origins else line
 
     def command(self) -> list[str]:
         """The explicit command: every key that some layer set to other than its default, as a flag.

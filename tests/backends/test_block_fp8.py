@@ -289,3 +289,19 @@ def test_the_doctor_says_it_before_the_start_and_a_plan_is_still_to_be_had(rllau
         assert any("rollout.dtype" in line and "--rollout-dtype" in line for line in found[0]["origins"])
     on_hopper = rllaunch(*[word.replace("B200", "H200") for word in words], "--no-probe").json()["findings"]
     assert not [f for f in on_hopper if f["code"] in ("RL345", "RL513")]
+
+
+def test_the_doctor_says_who_gave_an_engine_what_no_update_brings(rllaunch: Any):
+    words = (
+        "doctor",
+        "--model",
+        "qwen3-0.6b",
+        "--hardware",
+        "H200",
+        "--sglang-quantization",
+        "fp8",
+        "--no-probe",
+        "--json",
+    )
+    (found,) = [f for f in rllaunch(*words).json()["findings"] if f["code"] == "RL513"]
+    assert found["origins"] == ['sglang.quantization = "fp8"   flag: --sglang-quantization fp8']
