@@ -20,6 +20,8 @@ from rllaunch.resolve.schema import LaunchConfig
 VOCAB_DIVISOR = 128
 # Block scales of FP8 weights: one float32 for 128 × 128 elements (DeepSeek-V3's format, which SGLang loads).
 FP8_BLOCK = 128 * 128
+# Rows that `backends.quantise` has in float32 at a time.
+QUANTISER_ROWS = 32 * 128
 # Parts of the host that are there once the trainer is built.
 TRAINER_PARTS = ("optimizer_on_host", "gradients_on_host", "reference", "update_heap")
 # Matrices that tensor parallelism leaves whole and FP8 checkpoints quantise all the same: the projections to latents
@@ -124,13 +126,22 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
 
 def _update_bytes(config: LaunchConfig, architecture: Architecture) -> int:
     """Two buckets, of which one may meet a tensor larger than itself; where ranks share tensors, also the shards and
-    the whole of the one under way."""
+    the whole of the one under way; for engines in FP8 what quantising takes."""
     element = 4 if config.model.dtype == "float32" else 2
     largest = element * max((w.numel for w in (*architecture.embedding, *architecture.head)), default=0)
     size = config.handoff.update_weight_buffer_size
     trainer = config.trainer
     is_shared = trainer.tensor_model_parallel_size > 1 or trainer.pipeline_model_parallel_size > 1
-    return size + max(size, largest) + (2 * largest if is_shared else 0)
+    quantising = 0
+    if config.rollout.dtype == "fp8":
+        weights = (w.shape for layer in dict.fromkeys(architecture.layers) for w in layer.weights if is_in_fp8(w))
+        quantising = max((quantiser_bytes(*shape[-2:]) for shape in weights), default=0)
+    return size + max(size, largest) + (2 * largest if is_shared else 0) + quantising
+
+
+def quantiser_bytes(rows: int, columns: int) -> int:
+    """What `backends.quantise` holds of a matrix beside it: the result, and some of its rows twice in float32."""
+    return rows * columns + 8 * min(rows, QUANTISER_ROWS) * columns
 
 
 def _undominated(stages: Sequence[Mapping[Region, int]]) -> list[Mapping[Region, int]]:
