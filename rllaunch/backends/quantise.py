@@ -8,20 +8,17 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.block_fp8 import BLOCK
-from rllaunch.plan.sizes import QUANTISING_BYTES
+from rllaunch.plan.sizes import QUANTISER_ROWS
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(E4M3).max  # 448
 # Below it the reciprocal of a scale would overflow; no block of a model is so small.
 _SMALLEST = 1e-30
-# In float32 of the rows that are worked on: themselves filled up to blocks, their absolute values or scaled ones, and
-# both of the rows before.
-_COPIES = 4
 
 
 def quantise(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """The weight as float8_e4m3fn [O, I], and `scale_inv` in float32 [R, C], by which a block is multiplied to have it
-    back.
+    back. Some rows are in float32 at a time, never all (`plan.sizes.quantiser_bytes`).
 
     The largest value of a block becomes 448, the largest of the type; a block of zeros has the scale 1. The steps are
     those of transformers 5.24.0 (`Fp8Quantize` in integrations/finegrained_fp8.py), so that the bits are its bits, and
@@ -31,17 +28,21 @@ def quantise(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     O, I = weight_OI.shape  # noqa: E741
     quantised_OI = torch.empty(O, I, dtype=E4M3, device=weight_OI.device)
     scale_inv_RC = torch.empty(-(-O // BLOCK), -(-I // BLOCK), dtype=torch.float32, device=weight_OI.device)
-    # Never a large matrix as a whole: an update quantises beside engine and trainer.
-    some = max(1, QUANTISING_BYTES // (_COPIES * 4 * I * BLOCK)) * BLOCK
-    for first in range(0, O, some):
-        blocks = _in_blocks(weight_OI[first : first + some].to(torch.float32))
-        amax = blocks.abs().amax(dim=(1, 3))
-        scale = torch.where(amax > 0, _LARGEST / amax.clamp(min=_SMALLEST), 1.0)
-        scaled = (blocks * scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
-        rows = min(some, O - first)
-        quantised_OI[first : first + rows] = scaled.flatten(0, 1).flatten(1)[:rows, :I].to(E4M3)
-        scale_inv_RC[first // BLOCK : first // BLOCK + len(scale)] = 1.0 / scale
+    for first in range(0, O, QUANTISER_ROWS):
+        rows, block = slice(first, first + QUANTISER_ROWS), first // BLOCK
+        # In a call of its own: what it takes is free before the next rows are in float32.
+        _quantise_rows(weight_OI[rows], quantised_OI[rows], scale_inv_RC[block : block + QUANTISER_ROWS // BLOCK])
     return quantised_OI, scale_inv_RC
+
+
+def _quantise_rows(weight_OI: Tensor, quantised_OI: Tensor, scale_inv_RC: Tensor) -> None:
+    O, I = weight_OI.shape  # noqa: E741
+    blocks = _in_blocks(weight_OI.to(torch.float32))
+    amax = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(amax > 0, _LARGEST / amax.clamp(min=_SMALLEST), 1.0)
+    scaled = (blocks * scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
+    quantised_OI.copy_(scaled.flatten(0, 1).flatten(1)[:O, :I])
+    scale_inv_RC.copy_(1.0 / scale)
 
 
 def dequantise(quantised_OI: Tensor, scale_inv_RC: Tensor) -> Tensor:

@@ -228,7 +228,8 @@ def _rank(candidate: Candidate, headroom: float) -> tuple[Any, ...]:
     room, _ = least_room(plan)
     if room >= headroom:
         # Of equally fast ones the one with the fewest moves: what stays where it is cannot go wrong.
-        return (0, round(candidate.plan.seconds_added, 2), len(plan.steps), plan.peak("host"), plan.options.order)
+        moves = sum(step.phase == "cycle" for step in plan.steps)
+        return (0, round(candidate.plan.seconds_added, 2), moves, plan.peak("host"), plan.options.order)
     if room >= 0:
         return (1, -round(room, 3), round(candidate.plan.seconds_added, 3), plan.peak("gpu"), plan.options.order)
     return (2, round(_excess(plan), 4), plan.peak("host"), round(plan.seconds_added, 2), plan.options.order)

@@ -20,8 +20,8 @@ from rllaunch.resolve.schema import LaunchConfig
 VOCAB_DIVISOR = 128
 # Block scales of FP8 weights: one float32 for 128 × 128 elements (DeepSeek-V3's format, which SGLang loads).
 FP8_BLOCK = 128 * 128
-# What quantising a weight takes beside it and what it becomes: some of its rows in float32 (`backends.quantise`).
-QUANTISING_BYTES = 2**28
+# Rows that `backends.quantise` has in float32 at a time.
+QUANTISER_ROWS = 32 * 128
 # Parts of the host that are there once the trainer is built.
 TRAINER_PARTS = ("optimizer_on_host", "gradients_on_host", "reference", "update_heap")
 # Matrices that tensor parallelism leaves whole and FP8 checkpoints quantise all the same: the projections to latents
@@ -125,26 +125,24 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
 
 
 def _update_bytes(config: LaunchConfig, architecture: Architecture) -> int:
-    """Two buckets, and the tensor under way beside them.
-
-    A bucket grows with a tensor larger than itself, and embedding and head may meet either. Of a tensor that ranks
-    share there are the shards and the whole; one that is quantised is there in FP8 too.
-    """
+    """Two buckets, each of which may meet a tensor larger than itself (embedding and head); where ranks share tensors,
+    also the shards and the whole of the one under way; for engines in FP8 what quantising takes."""
     element = 4 if config.model.dtype == "float32" else 2
-    outside = (element * math.prod(w.shape) for w in (*architecture.embedding, *architecture.head))
+    outside = (element * w.numel for w in (*architecture.embedding, *architecture.head))
     largest, second = sorted([*outside, 0, 0], reverse=True)[:2]
-    size, trainer = config.handoff.update_weight_buffer_size, config.trainer
+    size = config.handoff.update_weight_buffer_size
+    trainer = config.trainer
     is_shared = trainer.tensor_model_parallel_size > 1 or trainer.pipeline_model_parallel_size > 1
-    under_way = 2 * largest if is_shared else 0
+    quantising = 0
     if config.rollout.dtype == "fp8":
-        matrix = max((math.prod(w.shape) for layer in architecture.layers for w in _in_fp8(layer)), default=0)
-        shards = 2 * element * matrix if is_shared else 0
-        under_way = max(under_way, shards + _fp8_bytes(matrix) + QUANTISING_BYTES)
-    return max(size, largest) + max(size, second) + under_way
+        weights = (w.shape for layer in dict.fromkeys(architecture.layers) for w in layer.weights if is_in_fp8(w))
+        quantising = max((quantiser_bytes(*shape[-2:]) for shape in weights), default=0)
+    return max(size, largest) + max(size, second) + (2 * largest if is_shared else 0) + quantising
 
 
-def _in_fp8(layer: Layer) -> list[Weight]:
-    return [weight for weight in layer.weights if is_in_fp8(weight)]
+def quantiser_bytes(rows: int, columns: int) -> int:
+    """What `backends.quantise` holds of a matrix beside it: the result, and some of its rows twice in float32."""
+    return rows * columns + 8 * min(rows, QUANTISER_ROWS) * columns
 
 
 def _undominated(stages: Sequence[Mapping[Region, int]]) -> list[Mapping[Region, int]]:

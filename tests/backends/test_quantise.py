@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rllaunch.backends.quantise import dequantise, quantise
+from rllaunch.plan.sizes import quantiser_bytes
 
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
 QUANTIZER = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float"))
@@ -34,7 +38,7 @@ def theirs(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 # The last one has more rows than are worked on at a time.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (300, 200), (64, 520), (131, 131_200)])
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (300, 200), (64, 520), (4096 + 131, 130)])
 def test_a_weight_is_quantised_to_the_bits_of_transformers(shape: tuple[int, int], dtype: torch.dtype):
     weight = weight_of(*shape, dtype)
     quantised, scale_inv = quantise(weight)
@@ -71,3 +75,41 @@ def test_scales_of_another_weight_are_refused():
     quantised, scale_inv = quantise(weight_of(256, 256))
     with pytest.raises(ValueError, match=r"scales of \[2, 2\] for a weight of \[256, 128\], which has \[2, 1\]"):
         dequantise(quantised[:, :128], scale_inv)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operations made within and that are still there, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            key = tensor.untyped_storage()._cdata
+            if key not in given | self._seen:
+                self._count(tensor.untyped_storage(), key)
+        return result
+
+    def _count(self, storage: Any, key: int) -> None:
+        def gone() -> None:
+            self.live -= nbytes
+            self._seen.discard(key)
+
+        nbytes = storage.nbytes()
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        self._seen.add(key)
+        weakref.finalize(storage, gone)
+
+
+@pytest.mark.parametrize("shape", [(1024, 2048), (4096 * 3, 256), (4096 + 1024, 512)])
+def test_it_holds_what_the_plan_counts(shape: tuple[int, int]):
+    weight = weight_of(*shape)
+    with LiveBytes() as books:
+        made = quantise(weight)
+    assert books.live >= sum(tensor.nbytes for tensor in made) > 0
+    assert 0.95 < books.most / quantiser_bytes(*shape) < 1.05

@@ -39,6 +39,9 @@ def test_a_changed_key_is_shown_with_both_origins_and_both_plans(rllaunch: Any):
         "handoff.offload_train_buffers",
         '  - "shared"   derived: handoff.offload_train_buffers = auto: the fastest that fits',
         '  + "fresh"   derived: handoff.offload_train_buffers = auto: nothing fits, this exceeds its limits least',
+        "handoff.update_weights_from",
+        '  - "gpu"   derived: handoff.update_weights_from = auto: the fastest that fits',
+        '  + "host"   derived: handoff.update_weights_from = auto: nothing fits, this exceeds its limits least',
         "trainer.lr",
         "  - 1e-06   schema default",
         "  + 1e-05   flag: --lr 1e-5",
@@ -49,7 +52,7 @@ def test_a_changed_key_is_shown_with_both_origins_and_both_plans(rllaunch: Any):
     assert rows["host peak"].startswith("876.5 GiB of 898.0 GiB ")
     assert "GiB of 898.0 GiB (+" in rows["host peak"]
     assert rows["GPU peak"].endswith("the same")
-    assert result.err.endswith(": 3 keys changed\n")
+    assert result.err.endswith(": 4 keys changed\n")
 
 
 def test_the_plans_are_those_of_the_plan_command(rllaunch: Any):

@@ -110,6 +110,7 @@ def test_the_order_of_the_handoff_changes_no_number(train: Callable[..., Any]):
         train(*SHORT),
         train(*SHORT, *MIRROR),
         train(*SHORT, *GPU, *MIRROR),
+        train(*SHORT, *GPU, *MIRROR, "--update-weights-from", "host"),
         train(*SHORT, "--no-offload-train", "--no-offload-rollout"),
     ]
     for run in runs:
