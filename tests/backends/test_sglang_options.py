@@ -44,6 +44,8 @@ class ServerArgs:
     model_path: str
     device: str | None = None
     dtype: str = "auto"
+    load_format: str = "auto"
+    json_model_override_args: str = "{}"
     quantization: str | None = None
     random_seed: int | None = None
     tp_size: int = 1
@@ -138,6 +140,27 @@ def test_an_engine_is_told_of_fp8_where_its_checkpoint_does_not_say_so(
     assert got.get("load_format") == ("dummy" if is_told else None)
     told = json.loads(got.get("json_model_override_args", "{}"))
     assert told == ({"quantization_config": SCHEME} if is_told else {})
+
+
+def test_a_user_changes_the_config_of_a_checkpoint_beside_the_launch():
+    rope = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+
+    def told(overrides: Any) -> Any:
+        context = make_context(
+            rollout={"dtype": "fp8", "backend": "sglang"},
+            model={"hf_checkpoint": "org/model"},
+            trainer={"backend": "megatron"},
+            sglang={"json_model_override_args": overrides},
+        )
+        return json.loads(arguments_of(context)["json_model_override_args"])
+
+    assert told(json.dumps(rope)) == told(rope) == rope | {"quantization_config": SCHEME}
+    with pytest.raises(ConfigError, match="says another quantization_config than this launch"):
+        told({"quantization_config": {}})
+    with pytest.raises(ConfigError, match="is no JSON object"):
+        told("[1]")
+    with pytest.raises(ConfigError, match="is no JSON: "):
+        told("{")
 
 
 def test_an_engine_is_not_started_with_weights_that_an_update_would_spoil():

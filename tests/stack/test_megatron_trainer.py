@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron_cpu import use_cpu
-from rig import LLAMA, QWEN3, QWEN3_MOE, make_batch, make_context, sent_by
+from rig import LLAMA, QWEN3, QWEN3_MOE, CollectedUpdate, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
 from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, YARN, assert_trained_alike, critic_of, free_port
 
@@ -381,6 +381,23 @@ def test_a_checkpoint_of_another_model_is_refused(started: Any, tmp_path: Path) 
     other = started(MegatronTrainer, launch(architecture={**QWEN3, "num_hidden_layers": 3}))
     with pytest.raises(RunError, match=r"does not fit this launch: model: .*num_layers=2.* there"):
         other.load(str(tmp_path))
+
+
+def test_a_gpu_without_room_for_the_buckets_says_what_needs_less(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = started(MegatronTrainer, launch(options=HandoffOptions("gpu", update_from="gpu")))
+
+    class Full:
+        def __init__(self, *_: Any) -> None: ...
+
+        def send(self, *_: Any) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB.\nMore of it.")
+
+    monkeypatch.setattr("rllaunch.backends.megatron.trainer.IpcSender", Full)
+    monkeypatch.setattr(trainer, "_uses_ipc", True)
+    with pytest.raises(RunError, match="no room for an update's buckets: CUDA out of memory") as caught:
+        trainer.update_weights(0, CollectedUpdate())
+    assert caught.value.fix.endswith("or --update-weights-from host, which offloads the trainer first")
+    assert "More of it" not in caught.value.what
 
 
 def test_a_state_is_written_in_several_files(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,11 @@ from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
 from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes, require_fp8_fits
 from rllaunch.backends.node_memory import GpuMemory
-from rllaunch.errors import ConfigError
+from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.architecture import read_architecture
 from rllaunch.plan.handoff import BACKED_UP, Region
 from rllaunch.plan.sizes import sizes_of
+from rllaunch.units import gib
 
 
 class MegatronTrainer:
@@ -250,10 +251,24 @@ class MegatronTrainer:
         named = self.built.placement.spread(self._local(self.slot.device), self.slot.device)
         wanted = as_engine_wants(named, self.context, self.built.shape, self._fp8, self.slot.device)
         limit = min(self.context.config.handoff.update_weight_buffer_size, self._bucket_bytes)
-        sent = IpcSender(self.slot.device, limit).send(wanted, sink if is_first else None)
+        try:
+            sent = IpcSender(self.slot.device, limit).send(wanted, sink if is_first else None)
+        except torch.OutOfMemoryError as err:
+            raise self._no_room_for_buckets(limit, err) from err
         if is_first:
             sink.end_weight_update(version)
         return sent if is_first else 0
+
+    def _no_room_for_buckets(self, limit: int, err: Exception) -> RunError:
+        first_line = str(err).partition("\n")[0]
+        fix = f"a smaller --update-weight-buffer-size than {gib(limit)}"
+        if self._memory.is_resident and self._memory.backup is not None:
+            fix += ", or --update-weights-from host, which offloads the trainer first"
+        where = (
+            f"handoff.update_weight_buffer_size = {limit}",
+            f"handoff.update_weights_from = {self.context.options.update_from}",
+        )
+        return RunError(f"{self._owner}: the GPU has no room for an update's buckets: {first_line}", where, fix)
 
     def _local(self, device: str) -> Callable[[str], Tensor]:
         """This rank's tensor of a name: the parameter, or its host copy where it is offloaded.

@@ -44,6 +44,8 @@ _DECIDED_BY = {
     "dist_init_addr": "rllaunch, which keeps the engines' ports apart",
 }
 
+_OVERRIDES = "json_model_override_args"
+
 # Options that SGLang renamed without a change of meaning: profiles say what their source said, of whatever age it was
 # (sglang 0.5.23 `arg_groups/fields/exec_.py`; a CUDA graph without further words was always one of decoding).
 _RENAMED = {
@@ -213,6 +215,9 @@ def server_arguments(
                 "keep one",
             )
         said[name] = key
+        if name == _OVERRIDES and name in decided:
+            arguments[name] = _merged(key, value, decided[name])
+            continue
         if name in decided and decided[name] != value:
             raise ConfigError(
                 f"sglang.{key} = {value!r} contradicts {decided[name]!r}, which this launch decides",
@@ -221,6 +226,26 @@ def server_arguments(
             )
         arguments[name] = value
     return arguments
+
+
+def _merged(key: str, given: Any, decided: str) -> str:
+    """What a user changes of the checkpoint's config.json beside what the launch does.
+
+    Raises:
+        ConfigError: it is no object, or decides what the launch decides.
+    """
+    where = f"sglang.{key} = {given!r}"
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except ValueError as err:
+        raise ConfigError(f"sglang.{key} is no JSON: {err}", where, "correct it") from err
+    if not isinstance(values, dict):
+        raise ConfigError(f"sglang.{key} is no JSON object", where, 'write it as {"name": value}')
+    ours = json.loads(decided)
+    if both := sorted(name for name in ours if name in values and values[name] != ours[name]):
+        by = f"{both[0]} is decided by {_DECIDED_BY[_OVERRIDES]}"
+        raise ConfigError(f"sglang.{key} says another {both[0]} than this launch", [where, by], f"leave {both[0]} out")
+    return json.dumps(values | ours)
 
 
 def _version_line() -> str:
