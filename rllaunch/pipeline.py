@@ -28,6 +28,16 @@ PROCESS_ENV = {
 }
 
 
+# Found by a look at the launch alone, and errors only where it would start: a plan or a rehearsal can be had of it.
+_REFUSED_AT_START = ("RL508", "RL512", "RL513")
+
+
+def soundness(findings: Sequence[Finding]) -> str:
+    """What a launch without errors is called that nobody starts."""
+    refused = ", ".join(f.code for f in findings if f.level == "warning" and f.code in _REFUSED_AT_START)
+    return "the configuration is sound" + (f", but `rllaunch train` refuses it ({refused})" if refused else "")
+
+
 @dataclass(frozen=True)
 class Launch:
     """A resolved launch and what is needed to judge and start it."""
@@ -96,7 +106,8 @@ class Launch:
 
     def _model_findings(self, probe: bool) -> list[Finding]:
         """What the chosen pair plans and does not run yet, known before any process starts: a model that is not built,
-        or, of one that is, engines that an update would fill with rubbish."""
+        and engines that an update would fill with rubbish."""
+        found: list[Finding] = []
         facts = self.config.model.architecture
         is_megatron = self.config.trainer.backend == "megatron"
         level: Level = "error" if probe else "warning"
@@ -106,11 +117,11 @@ class Launch:
         if is_megatron and "model_type" in facts and (refusal := shape.refusal_of(facts)) is not None:
             text = f"{self.config.model.name} can be planned, checked and rehearsed, not trained yet: {refusal.what}"
             origin = self.resolved.describe("model.architecture.model_type")
-            return [Finding("RL512", level, text, (origin,), refusal.fix)]
+            found.append(Finding("RL512", level, text, (origin,), refusal.fix))
         if (refusal := block_fp8.refusal_of(self.config)) is not None:
             where = tuple(map(self._with_place, refusal.where))
-            return [Finding("RL513", level, refusal.what, where, refusal.fix)]
-        return []
+            found.append(Finding("RL513", level, refusal.what, where, refusal.fix))
+        return found
 
     def _with_place(self, line: str) -> str:
         """A line of an error that begins with a key, with where its value came from; others as they are."""

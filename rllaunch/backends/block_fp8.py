@@ -131,19 +131,30 @@ def engine_scheme(
             raise ConfigError(
                 f"the checkpoint is quantised ({quantisation.get('quant_method')}), and so would engines hold it",
                 [f"rollout.dtype = {dtype}", f"model.hf_checkpoint = {config.model.hf_checkpoint}"],
-                "--rollout-dtype fp8, or a checkpoint in bfloat16",
+                "--rollout-dtype fp8, or a checkpoint in bfloat16"
+                if _may_be_fp8(config, quantisation)
+                else "a checkpoint in bfloat16",
             )
         return None
     if dtype != "fp8":
         raise ConfigError(
             f"no weight update brings the engines weights in {dtype}",
             f"rollout.dtype = {dtype}",
-            "--rollout-dtype fp8 or bfloat16",
+            "--rollout-dtype fp8 or bfloat16" if _may_be_fp8(config, quantisation) else _BF16,
         )
     _check_fp8(config)
     if is_known and quantisation is None and config.model.hf_checkpoint:
         _check_empty(config)
     return scheme_of(quantisation) if quantisation is not None else BlockFp8()
+
+
+def _may_be_fp8(config: LaunchConfig, quantisation: Mapping[str, Any] | None) -> bool:
+    try:
+        _check_fp8(config)
+        scheme_of(quantisation or SCHEME)
+    except ConfigError:
+        return False
+    return True
 
 
 def loads_nothing(config: LaunchConfig, quantisation: Mapping[str, Any] | None) -> bool:

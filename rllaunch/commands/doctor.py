@@ -11,7 +11,7 @@ from rllaunch.commands import LaunchCommand, command_app, request_of
 from rllaunch.doctor.engine import exit_code, render
 from rllaunch.doctor.explain import explain
 from rllaunch.errors import UsageError
-from rllaunch.pipeline import launch
+from rllaunch.pipeline import launch, soundness
 from rllaunch.plan.choose import NO_VERDICT, Unknown, plan_launch, way_to_limits
 from rllaunch.plugins import load_plugins
 
@@ -60,7 +60,7 @@ def doctor(
         verdict = f"{len(errors)} error{'s' if len(errors) != 1 else ''}" if errors else "would run"
         hint = ""
         if not errors and not probe:
-            verdict = "the configuration is sound (this machine was not looked at)"
+            verdict = f"{soundness(findings)} (this machine was not looked at)"
             choice = plan_launch(made.resolved)
             hint = "" if isinstance(choice, Unknown) else way_to_limits(made.resolved, choice.taken.plan.limits)
             verdict += f"; {NO_VERDICT}" if hint else ""

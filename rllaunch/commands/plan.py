@@ -28,8 +28,8 @@ from rllaunch.plan.choose import (
 )
 from rllaunch.plan.fit import FitAnswer
 from rllaunch.plan.fit import fit as search
-from rllaunch.plan.forecast import MemoryPlan, PlannedStep, name_of
-from rllaunch.plan.handoff import TIERS, Tier
+from rllaunch.plan.forecast import MemoryPlan, PlannedStep, name_of, update_speed
+from rllaunch.plan.handoff import TIERS, HandoffOptions, Tier
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.units import gib
 
@@ -154,7 +154,7 @@ def _show(resolved: Resolved, choice: Choice) -> None:
     taken = choice.taken
     console.data(f"{_heading(resolved, choice)}: {verdict(taken.plan)}")
     console.data(f"  {taken.label}")
-    if told := _told_speeds(resolved):
+    if told := _told_speeds(resolved, taken.plan.options):
         console.data(f"  {told}")
     rows = []
     for tier in TIERS:
@@ -208,13 +208,17 @@ def _show(resolved: Resolved, choice: Choice) -> None:
 _SPEEDS = {"hardware.host_link_bytes_per_second": "host link", "hardware.host_pin_bytes_per_second": "fresh pages"}
 
 
-def _told_speeds(resolved: Resolved) -> str:
-    """`host link 55.3 GB/s (measured …)`: the speeds that are stated, and who says so; empty where none is."""
+def _told_speeds(resolved: Resolved, options: HandoffOptions) -> str:
+    """`host link 55.3 GB/s (measured …)`: the speeds that the seconds come from, and who says so; empty where no
+    seconds are of a machine."""
     told = []
     for key, name in _SPEEDS.items():
         rate, origin = resolved.value(key), resolved.origin(key)
         if rate is not None and resolved.config.trainer.backend != "embedded":
             told.append(f"{name} {rate / 1e9:.1f} GB/s ({origin.fact_source or origin.source})")
+    if told:
+        speed = update_speed(resolved.config, options).value
+        told.append(f"updates {speed / 1e9:.1f} GB/s (assumed, as on one H200)")
     return "; ".join(told)
 
 

@@ -18,7 +18,7 @@ from rllaunch.doctor.engine import exit_code, render
 from rllaunch.doctor.finding import Finding
 from rllaunch.doctor.rules.run_dir import check_run_dir
 from rllaunch.errors import EXIT_CONFIG, EXIT_INTERRUPTED, RllaunchError, UsageError
-from rllaunch.pipeline import Launch, launch, resolved_json
+from rllaunch.pipeline import Launch, launch, resolved_json, soundness
 from rllaunch.resolve.resolve import Request, Setting
 from rllaunch.resolve.secrets import HIDDEN, is_secret_name
 from rllaunch.run.data import load_task
@@ -202,7 +202,7 @@ def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
             console.data(f"  {name}={value}")
         console.data("command")
         console.data("  " + shlex.join(made.command()))
-        console.say("dry run: nothing was started" + (", the configuration is sound" if not errors else ""))
+        console.say("dry run: nothing was started" + (f", {soundness(findings)}" if not errors else ""))
     else:
         missing = _count(errors, "thing")
         console.say(f"{missing} missing, nothing was started; --dry-run shows command and environment")

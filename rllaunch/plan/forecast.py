@@ -240,6 +240,12 @@ class PlannedMemory:
         return {n: b for n, b in self._sizes.static_host.items() if self._is_built or n not in TRAINER_PARTS}
 
 
+def update_speed(config: LaunchConfig, options: HandoffOptions) -> c.Constant:
+    """How fast an update's buckets reach an engine; over several nodes nobody has measured it."""
+    is_on_gpu = options.updates_awake and config.cluster.num_nodes == 1
+    return c.UPDATE_SPEED_ON_GPU if is_on_gpu else c.UPDATE_SPEED
+
+
 class _Speed:
     """Seconds of a handoff step. All GPUs move at once, each over its own link."""
 
@@ -247,7 +253,7 @@ class _Speed:
         self.options = options
         self.uses_saver = config.handoff.trainer_offload_backend == "torch_memory_saver"
         self.update_bytes = sizes.update_bytes
-        self.is_one_node = config.cluster.num_nodes == 1
+        self.update_speed = update_speed(config, options)
         # Also of weights that have no copy of their own, but are rebuilt from their masters.
         self.own_part = sizes.gpu.get("params", self.update_bytes)
         link = config.hardware.host_link_bytes_per_second
@@ -280,7 +286,5 @@ class _Speed:
 
     def _update(self) -> float:
         """From the GPU, or each GPU's own part from the backup over the link; then all of it to every engine."""
-        if not self.options.updates_awake:
-            return min(self.update_bytes, self.own_part) / self.link + self.update_bytes / c.UPDATE_SPEED.value
-        speed = c.UPDATE_SPEED_ON_GPU if self.is_one_node else c.UPDATE_SPEED
-        return self.update_bytes / speed.value
+        own_part = 0 if self.options.updates_awake else min(self.update_bytes, self.own_part)
+        return own_part / self.link + self.update_bytes / self.update_speed.value

@@ -435,6 +435,10 @@ def _checkpoint_profile(file: Path, data: Mapping[str, Any]) -> Profile:
         for key, value in data.items()
         if value is not None and not key.startswith("_")
     }
+    quantisation = data.get("quantization_config")
+    if isinstance(quantisation, dict) and quantisation.get("quant_method") == "fp8":
+        place = f"{file}:{lines.get('quantization_config', 1)}"
+        values["rollout.dtype"] = Value("fp8", place, "the checkpoint's quantization_config")
     directory = file.parent.resolve()
     if any(directory.glob("*.safetensors")):
         values["model.hf_checkpoint"] = Value(str(directory), str(file), "the checkpoint's directory")

@@ -144,7 +144,7 @@ def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
         raise RunError(
             f"the reward function raised {type(err).__name__}: {err}",
             (*shown, f"at {frame.filename}:{frame.lineno} in {frame.name}"),
-            "correct the function; --resume goes on from the last checkpoint",
+            "correct the function; --resume goes on from the last checkpoint, if there is one",
         ) from None
     try:
         number = float(value)
@@ -154,7 +154,7 @@ def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
         raise RunError(
             f"the reward function returned {value!r}, not a finite number",
             shown,
-            "correct the function; --resume goes on from the last checkpoint",
+            "correct the function; --resume goes on from the last checkpoint, if there is one",
         )
     return number
 

@@ -264,7 +264,8 @@ class Loop:
             "communicator_bytes": memory.communicator_bytes,
             "gpu_peak_bytes": memory.gpu_peak_bytes,
             "host_peak_bytes": memory.host_peak_bytes,
-            "planned_bytes_moved": planned.bytes_moved,
+            # How much an update sends is not planned as a copy.
+            "planned_bytes_moved": None if step.name == UPDATE else planned.bytes_moved,
             "planned_gpu_bytes": planned.gpu_total,
             "planned_host_bytes": planned.host_total,
             "planned_gpu_peak_bytes": planned.gpu_peak,

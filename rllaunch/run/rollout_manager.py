@@ -278,7 +278,11 @@ class RolloutManager:
         if self.released:
             raise RunError(f"generate while {', '.join(sorted(self.released))} is offloaded", "", "onload first")
         if self.health.failed:
-            raise RunError(self.health.failed, "", "see the engine's log; --resume goes on from the last checkpoint")
+            raise RunError(
+                self.health.failed,
+                "",
+                "see the engine's log; --resume goes on from the last checkpoint, if there is one",
+            )
 
     def _prompts_of(self, rollout_id: int) -> list[Prompt]:
         """The next prompts of an endless sequence of shuffled epochs; depends on nothing but its number."""

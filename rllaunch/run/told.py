@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from rllaunch.errors import RllaunchError, RunError
 
+_RESUME = "--resume goes on from the last checkpoint, if there is one"
+
 
 def own(err: RllaunchError) -> RllaunchError:
     """Of an error that Ray raised, ours: Ray makes a class of ours and its own, which has not the three parts and does
@@ -32,16 +34,17 @@ def told(who: str = "a worker process") -> Iterator[None]:
         cause = err.cause
         if isinstance(cause, RllaunchError):
             raise cause from None
-        trace = str(err).strip().splitlines()
+        # Without the lines that only point at a place in the one above.
+        trace = [line for line in str(err).strip().splitlines() if line.strip(" ^~")]
         raise RunError(
             f"a worker failed: {type(cause).__name__}: {cause}",
             [line.strip() for line in trace[-4:-1]],
-            "--resume goes on from the last checkpoint",
+            _RESUME,
         ) from err
     except (ActorDiedError, RayActorError) as err:
         lines = [line.strip() for line in str(err).strip().splitlines() if line.strip()]
         raise RunError(
             f"{who} died",
             list(dict.fromkeys([*lines[:3], *lines[-2:]])),
-            "was it killed for memory? `dmesg` and Ray's session log know; --resume goes on from the last checkpoint",
+            f"was it killed for memory? `dmesg` and Ray's session log know; {_RESUME}",
         ) from None

@@ -291,6 +291,32 @@ def test_the_doctor_says_it_before_the_start_and_a_plan_is_still_to_be_had(rllau
     assert not [f for f in on_hopper if f["code"] in ("RL345", "RL513")]
 
 
+def test_a_remedy_is_none_that_would_be_refused_too(rllaunch: Any, tmp_path: Path):
+    facts = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 512}
+    (tmp_path / "weights.safetensors").touch()
+
+    def remedy(hardware: str, method: str, *words: str) -> tuple[list[str], str]:
+        quantisation = SCHEME if method == "fp8" else {"quant_method": method}
+        (tmp_path / "config.json").write_text(json.dumps({**facts, "quantization_config": quantisation}), "utf-8")
+        answer = rllaunch("doctor", "--no-probe", "--model", str(tmp_path), "--hardware", hardware, *words, "--json")
+        found = {f["code"]: f["fix"] for f in answer.json()["findings"]}
+        return sorted(found.keys() & {"RL345", "RL513"}), found["RL513"]
+
+    bf16 = ("--rollout-dtype", "bfloat16")
+    assert remedy("H200", "fp8", *bf16) == (["RL513"], "--rollout-dtype fp8, or a checkpoint in bfloat16")
+    assert remedy("B200", "fp8", *bf16) == remedy("H200", "awq", *bf16) == (["RL513"], "a checkpoint in bfloat16")
+    assert remedy("B200", "fp8", "--rollout-dtype", "fp4")[1].startswith("--rollout-dtype bfloat16 (")
+    # What the checkpoint says of itself is taken, and no layout is advised for engines that are refused anyway.
+    assert remedy("B200", "fp8")[0] == ["RL513"]
+
+
+def test_a_launch_that_train_refuses_is_not_called_sound_without_saying_so(rllaunch: Any):
+    words = ("--model", "dsv4", "--hardware", "GB300")
+    refused = "the configuration is sound, but `rllaunch train` refuses it (RL512, RL513)"
+    assert refused in rllaunch("doctor", "--no-probe", *words).err
+    assert rllaunch("train", "--dry-run", *words).err.endswith(f"dry run: nothing was started, {refused}\n")
+
+
 def test_the_doctor_says_who_gave_an_engine_what_no_update_brings(rllaunch: Any):
     words = (
         "doctor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -362,6 +363,35 @@ def test_prompt_files_are_looked_for(tmp_path: Path) -> None:
     assert finding.fix == "--eval-prompt-data with a JSONL file"
     (finding,) = found("RL349", {"task.prompt_data": str(tmp_path)})
     assert finding.message == f"the prompt file {tmp_path} is a directory"
+
+
+# RL346
+
+
+def test_a_checkpoint_in_a_directory_is_looked_for(tmp_path: Path) -> None:
+    file, gone = tmp_path / "config.json", str(tmp_path / "gone")
+    shape = {"model.architecture": {"model_type": "qwen3", "hidden_size": 2560}}
+
+    def of(checkpoint: str, **values: Any) -> list[Finding]:
+        return found("RL346", {"model.hf_checkpoint": checkpoint, **shape, **values})
+
+    assert of("org/model") == of("gpt2") == of("") == []
+    (finding,) = of(gone)
+    assert finding.message == f"there is no directory {gone}"
+    (finding,) = of(str(tmp_path))
+    assert finding.message == f"there is no {file} that can be read"
+    file.write_text("{", encoding="utf-8")
+    (finding,) = of(str(tmp_path))
+    assert finding.message.startswith(f"{file} is not JSON: ")
+    file.write_text(json.dumps({"model_type": "qwen3", "hidden_size": 1024}), encoding="utf-8")
+    (finding,) = of(str(tmp_path))
+    assert finding.message == (
+        f"the checkpoint is of another model: hidden_size is 1024 in {file}, 2560 in this launch"
+    )
+    assert finding.fix == f"--model {tmp_path} takes the model from the checkpoint, or another --hf-checkpoint"
+    assert of(str(tmp_path), **{"trainer.backend": "embedded", "rollout.backend": "embedded"}) == []
+    file.write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560}), encoding="utf-8")
+    assert of(str(tmp_path)) == []
 
 
 # RL509, RL510

@@ -37,7 +37,7 @@ def test_a_reward_that_raises_stops_the_run_and_shows_the_prompt(tmp_path: Path)
     assert lines[2].startswith("  response: ")
     assert lines[3:5] == ["  label: '43'", "  reward: mine:score"]
     assert lines[5].endswith("mine.py:2 in score")
-    assert lines[6] == "hint: correct the function; --resume goes on from the last checkpoint"
+    assert lines[6] == "hint: correct the function; --resume goes on from the last checkpoint, if there is one"
     assert "Traceback" not in run.err
     assert json.loads((run.path / "config.json").read_text())["task"]["reward"] == "mine:score"
 
@@ -48,7 +48,7 @@ def test_a_reward_of_nan_stops_the_run_and_shows_the_prompt(tmp_path: Path):
     lines = run.err[run.err.index("error:") :].splitlines()
     assert lines[0] == "error: the reward function returned nan, not a finite number"
     assert lines[1].startswith("  prompt: '")
-    assert lines[-1] == "hint: correct the function; --resume goes on from the last checkpoint"
+    assert lines[-1] == "hint: correct the function; --resume goes on from the last checkpoint, if there is one"
 
 
 def test_a_pool_that_is_too_small_stops_with_who_holds_what(tmp_path: Path):

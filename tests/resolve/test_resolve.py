@@ -280,6 +280,14 @@ def test_explain_knows_bare_keys_and_refuses_unknown_ones(rllaunch: Any):
 # -- models from a checkpoint -----------------------------------------------------------------------
 
 
+def test_a_checkpoint_in_fp8_says_how_engines_hold_it(rllaunch: Any, tmp_path: Path):
+    facts = '{"model_type": "qwen3",\n "quantization_config": {"quant_method": "fp8"}}'
+    (tmp_path / "config.json").write_text(facts, encoding="utf-8")
+    result = rllaunch("resolve", "--model", str(tmp_path), "--hardware", "H200", "--task", "arithmetic", "--json")
+    assert origin(result, "rollout.dtype")[0] == "fp8"
+    assert origin(result, "rollout.dtype")[2].endswith("config.json:2")
+
+
 def test_a_directory_with_a_config_json_is_a_model(rllaunch: Any, tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(

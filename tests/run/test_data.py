@@ -129,7 +129,7 @@ def test_a_reward_that_is_no_finite_number_stops_with_its_prompt(value: Any):
     assert str(caught.value) == (
         f"error: the reward function returned {value!r}, not a finite number\n"
         "  prompt: '12='\n  response: '2x'\n  label: '21'\n  reward: mine:score\n"
-        "hint: correct the function; --resume goes on from the last checkpoint"
+        "hint: correct the function; --resume goes on from the last checkpoint, if there is one"
     )
 
 

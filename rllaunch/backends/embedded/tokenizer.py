@@ -78,7 +78,11 @@ class CheckpointTokenizer:
     def encode(self, prompt: str) -> list[int]:
         ids: list[int] = list(self._tokenizer(prompt)["input_ids"])
         if not ids:
-            raise DataError(f"prompt {prompt!r} has no tokens under the checkpoint's tokenizer")
+            raise DataError(
+                f"prompt {prompt!r} has no tokens under the checkpoint's tokenizer",
+                "model.hf_checkpoint",
+                "a checkpoint with its tokenizer, or --set model.vocabulary=auto for a model of single characters",
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

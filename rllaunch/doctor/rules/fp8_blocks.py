@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rllaunch.backends import block_fp8
 from rllaunch.backends.block_fp8 import BLOCK
 from rllaunch.backends.megatron.shape import refusal_of
 from rllaunch.doctor.finding import Finding, Rule
@@ -66,6 +67,8 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     model = _model(config.model.architecture)
     if config.rollout.backend != "sglang" or config.rollout.dtype != "fp8" or model is None:
         return
+    if block_fp8.refusal_of(config) is not None:
+        return  # whatever the blocks are
     engine, ep = config.rollout.rollout_num_gpus_per_engine, config.sglang.ep_size
     found = next(_misfits(model, _ranks(config, engine, ep)), None)
     if found is None:

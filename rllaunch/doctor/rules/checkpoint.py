@@ -1,0 +1,71 @@
+"""A checkpoint in a directory is there, and is of the launch's model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.resolve.origins import Resolved
+
+CHECKPOINT = "model.hf_checkpoint"
+# What decides the tensors of a model, of any family.
+_SIZES = (
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size",
+    "num_attention_heads", "num_key_value_heads", "num_experts", "n_routed_experts", "num_local_experts", "vocab_size",
+)  # fmt: skip
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can be no name at the hub, which has one slash at most."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _check(resolved: Resolved) -> Iterator[Finding]:
+    name = resolved.config.model.hf_checkpoint
+    if not name or not _is_path(name):
+        return
+    directory, fix = Path(name), "--hf-checkpoint with a directory that has one, or a name at the hub"
+    if not directory.is_dir():
+        yield RULE.error(resolved, f"there is no directory {name}", [CHECKPOINT], fix)
+        return
+    file = directory / "config.json"
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        yield RULE.error(resolved, f"there is no {file} that can be read", [CHECKPOINT], fix)
+        return
+    except ValueError as err:
+        yield RULE.error(resolved, f"{file} is not JSON: {err}", [CHECKPOINT], fix)
+        return
+    # The embedded backend takes the model from its checkpoint.
+    if isinstance(theirs, dict) and "embedded" not in (
+        resolved.value("trainer.backend"),
+        resolved.value("rollout.backend"),
+    ):
+        yield from _unlike(resolved, theirs, file)
+
+
+def _unlike(resolved: Resolved, theirs: dict[str, Any], file: Path) -> Iterator[Finding]:
+    ours = resolved.config.model.architecture
+    unlike = [key for key in _SIZES if key in theirs and key in ours and theirs[key] != ours[key]]
+    if unlike:
+        key = unlike[0]
+        yield RULE.error(
+            resolved,
+            f"the checkpoint is of another model: {key} is {theirs[key]!r} in {file}, {ours[key]!r} in this launch",
+            [CHECKPOINT, f"model.architecture.{key}"],
+            f"--model {file.parent} takes the model from the checkpoint, or another --hf-checkpoint",
+        )
+
+
+RULE = Rule(
+    code="RL346",
+    name="a checkpoint in a directory is there, and is the model's",
+    reason="found by the first worker that loads it, it costs the start of Ray and of every engine",
+    check=_check,
+    probes=True,
+)
+RULES = (RULE,)
