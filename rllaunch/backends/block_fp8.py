@@ -35,10 +35,11 @@ _OLDER = ("A100",)
 OLDEST, FIRST_TOO_NEW = (8, 9), (10, 0)
 """CUDA compute capabilities: the first that does, and the first that does not any more."""
 
-# Attention and feed-forward blocks of the families that are trained. Not the router (`mlp.gate`), norms and biases.
+# Attention and feed-forward blocks of the families that are trained. Not routers (`mlp.gate`), norms and biases.
 _LINEAR = re.compile(
-    r"(?:^|\.)(?:self_attn|mlp)(?:\.(?:experts\.\d+|shared_experts))?"
-    r"\.(?:(?:q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa)\.weight$"
+    r"(?:^|\.)(?:(?:self_attn|mlp)(?:\.(?:experts\.\d+|shared_experts))?"
+    r"\.(?:(?:q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa)"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
 )
 _BF16 = "--rollout-dtype bfloat16 (of a checkpoint that is not quantised)"
 

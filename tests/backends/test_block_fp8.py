@@ -51,6 +51,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
     },
+    "minimax_m2": {
+        **LLAMA, **WIDE, "model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.5,
+    },
 }  # fmt: skip
 QUANTIZER: Any = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float"))
 
@@ -63,8 +67,8 @@ def context_of(architecture: dict[str, Any], **sections: dict[str, Any]) -> Laun
 
 def weights_of(context: LaunchContext) -> dict[str, Tensor]:
     """In the order of an update."""
-    tensors = dict(unstack_experts(build_model(context).state_dict().items()))
     shape = read_shape(model_config(context).to_dict())
+    tensors = dict(unstack_experts(build_model(context).state_dict().items(), shape))
     return {s: tensors[s] for entry in entries(shape) if entry.is_sent for s in entry.sources}
 
 
@@ -103,7 +107,7 @@ def test_an_update_brings_every_linear_layer_as_transformers_would_quantise_it_a
 
 
 @pytest.mark.parametrize("limit", [1, 100_000, 10**7])
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "minimax_m2"])
 def test_buckets_are_what_an_engine_that_loaded_the_written_checkpoint_expects(name: str, limit: int, tmp_path: Path):
     context = context_of(
         {"vocab_size": 512, **ARCHITECTURES[name]},
