@@ -228,6 +228,16 @@ def test_modules_that_a_checkpoint_leaves_alone_come_as_they_are():
     assert not fp8.holds("lm_head.weight")
 
 
+def test_the_release_of_minimax_m2_is_read():
+    skipped = ["gate", "e_score_correction_bias", "lm_head"]
+    fp8 = scheme_of({**SCHEME, "fmt": "float8_e4m3fn", "modules_to_not_convert": skipped})
+    at = "model.layers.1.{}"
+    for name in ("self_attn.q_proj", *(f"block_sparse_moe.experts.12.w{number}" for number in (1, 2, 3))):
+        assert fp8.holds(f"{at.format(name)}.weight")
+    for name in ("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias", "self_attn.q_norm.weight"):
+        assert not fp8.holds(at.format(name))
+
+
 def test_layers_beyond_the_first_ten_are_not_those_of_the_first():
     fp8 = scheme_of({**SCHEME, "ignored_layers": ["model.layers.1"]})
     assert not fp8.holds("model.layers.1.mlp.up_proj.weight")
@@ -241,6 +251,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "int4": ({"rollout": {"dtype": "int4"}}, None, "no weight update brings the engines weights in int4"),
     "a scale for a tensor": (FP8, {"quant_method": "fp8"}, "weight_block_size = None"),
     "channels": (FP8, {"quant_method": "compressed-tensors"}, "quant_method = 'compressed-tensors'"),
+    "another type of eight bits": (FP8, {**SCHEME, "fmt": "e5m2"}, "fmt = 'e5m2'"),
     "packed scales": (FP8, {**SCHEME, "scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0'"),
     "smaller blocks": (FP8, {**SCHEME, "weight_block_size": [32, 32]}, r"weight_block_size = \[32, 32\]"),
     "bfloat16 engines of an FP8 checkpoint": (

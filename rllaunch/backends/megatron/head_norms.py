@@ -33,7 +33,7 @@ class _HeadsNorm(nn.Module):
 
     def forward(self, x_TBND: Tensor) -> Tensor:
         N, D = x_TBND.shape[-2:]
-        # Neither is kept for the backward pass in float32: x itself is, and its squares' sum.
+        # So written, the backward pass keeps x as it is and no copy of it in float32.
         squares_TB11 = torch.linalg.vector_norm(x_TBND, dim=(-2, -1), keepdim=True, dtype=torch.float32).square()
         weight_ND = self.weight.view(-1, D)
         if self._num_ranks > 1:
