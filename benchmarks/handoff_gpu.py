@@ -165,14 +165,14 @@ def trainer_process(fd: int) -> None:
 
 
 def _random_weights(context: LaunchContext) -> Any:
-    def starting(_context: Any, _shape: Any) -> Any:
+    def starting(_context: Any, shape: Any) -> Any:
         import torch
 
         from rllaunch.backends.embedded.model import build_model
         from rllaunch.backends.megatron.weights import unstack_experts
 
         model = build_model(context, device="meta")
-        shapes = {n: t.shape for n, t in unstack_experts((n, t) for n, t in model.state_dict().items())}
+        shapes = {n: t.shape for n, t in unstack_experts(model.state_dict().items(), shape)}
 
         def tensor_of(name: str) -> Any:
             made = torch.empty(shapes[name], dtype=torch.bfloat16, device="cuda")

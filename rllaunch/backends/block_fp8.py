@@ -35,11 +35,14 @@ _OLDER = ("A100",)
 OLDEST, FIRST_TOO_NEW = (8, 9), (10, 0)
 """CUDA compute capabilities: the first that does, and the first that does not any more."""
 
-# Attention and feed-forward blocks of the families that are trained. Not the router (`mlp.gate`), norms and biases.
+# Attention and feed-forward blocks of the families that are trained. Not routers (`mlp.gate`), norms and biases.
 _LINEAR = re.compile(
-    r"(?:^|\.)(?:self_attn|mlp)(?:\.(?:experts\.\d+|shared_experts))?"
-    r"\.(?:(?:q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa)\.weight$"
+    r"(?:^|\.)(?:(?:self_attn|mlp)(?:\.(?:experts\.\d+|shared_experts))?"
+    r"\.(?:(?:q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa)"
+    r"|block_sparse_moe\.experts\.\d+\.w[123])\.weight$"
 )
+# Names of the one type; the last is MiniMax-M2's release's.
+_E4M3 = (None, "e4m3", "float8_e4m3fn")
 _BF16 = "--rollout-dtype bfloat16 (of a checkpoint that is not quantised)"
 
 
@@ -77,7 +80,7 @@ def scheme_of(quantisation: Mapping[str, Any]) -> BlockFp8:
         for text, is_other in (
             (f"quant_method = {method!r}", method != "fp8"),
             (f"weight_block_size = {size!r}", list(size or ()) != [BLOCK, BLOCK]),
-            (f"fmt = {quantisation.get('fmt')!r}", quantisation.get("fmt", "e4m3") not in ("e4m3", None)),
+            (f"fmt = {quantisation.get('fmt')!r}", quantisation.get("fmt") not in _E4M3),
             ("scale_fmt = 'ue8m0'", quantisation.get("scale_fmt") == "ue8m0"),
             ("activation_scheme = 'static'", quantisation.get("activation_scheme") == "static"),
         )

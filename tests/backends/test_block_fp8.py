@@ -51,6 +51,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
     },
+    "minimax_m2": {
+        **LLAMA, **WIDE, "model_type": "minimax_m2", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.5,
+    },
 }  # fmt: skip
 QUANTIZER: Any = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float"))
 
@@ -63,8 +67,8 @@ def context_of(architecture: dict[str, Any], **sections: dict[str, Any]) -> Laun
 
 def weights_of(context: LaunchContext) -> dict[str, Tensor]:
     """In the order of an update."""
-    tensors = dict(unstack_experts(build_model(context).state_dict().items()))
     shape = read_shape(model_config(context).to_dict())
+    tensors = dict(unstack_experts(build_model(context).state_dict().items(), shape))
     return {s: tensors[s] for entry in entries(shape) if entry.is_sent for s in entry.sources}
 
 
@@ -103,7 +107,7 @@ def test_an_update_brings_every_linear_layer_as_transformers_would_quantise_it_a
 
 
 @pytest.mark.parametrize("limit", [1, 100_000, 10**7])
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "minimax_m2"])
 def test_buckets_are_what_an_engine_that_loaded_the_written_checkpoint_expects(name: str, limit: int, tmp_path: Path):
     context = context_of(
         {"vocab_size": 512, **ARCHITECTURES[name]},
@@ -224,6 +228,16 @@ def test_modules_that_a_checkpoint_leaves_alone_come_as_they_are():
     assert not fp8.holds("lm_head.weight")
 
 
+def test_the_release_of_minimax_m2_is_read():
+    skipped = ["gate", "e_score_correction_bias", "lm_head"]
+    fp8 = scheme_of({**SCHEME, "fmt": "float8_e4m3fn", "modules_to_not_convert": skipped})
+    at = "model.layers.1.{}"
+    for name in ("self_attn.q_proj", *(f"block_sparse_moe.experts.12.w{number}" for number in (1, 2, 3))):
+        assert fp8.holds(f"{at.format(name)}.weight")
+    for name in ("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias", "self_attn.q_norm.weight"):
+        assert not fp8.holds(at.format(name))
+
+
 def test_layers_beyond_the_first_ten_are_not_those_of_the_first():
     fp8 = scheme_of({**SCHEME, "ignored_layers": ["model.layers.1"]})
     assert not fp8.holds("model.layers.1.mlp.up_proj.weight")
@@ -237,6 +251,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "int4": ({"rollout": {"dtype": "int4"}}, None, "no weight update brings the engines weights in int4"),
     "a scale for a tensor": (FP8, {"quant_method": "fp8"}, "weight_block_size = None"),
     "channels": (FP8, {"quant_method": "compressed-tensors"}, "quant_method = 'compressed-tensors'"),
+    "another type of eight bits": (FP8, {**SCHEME, "fmt": "e5m2"}, "fmt = 'e5m2'"),
     "packed scales": (FP8, {**SCHEME, "scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0'"),
     "smaller blocks": (FP8, {**SCHEME, "weight_block_size": [32, 32]}, r"weight_block_size = \[32, 32\]"),
     "bfloat16 engines of an FP8 checkpoint": (

@@ -55,7 +55,7 @@ def test_an_update_is_whole_in_buckets_of_any_size_and_parts_no_tensors_that_an_
     )
     context = replace(context, vocabulary="")
     shape = read_shape(model_config(context).to_dict())
-    tensors = dict(unstack_experts(build_model(context).state_dict().items()))
+    tensors = dict(unstack_experts(build_model(context).state_dict().items(), shape))
     sent = [(source, tensors[source]) for entry in entries(shape) for source in entry.sources]
     names = Names("engine-0", tensors.keys())
     names.begin()

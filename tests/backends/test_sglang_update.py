@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -61,6 +62,18 @@ def test_a_written_checkpoint_is_the_trainers_first_model(tmp_path: Path):
     ):
         assert torch.equal(ours, theirs), name
     assert ids_of(context) == (0, frozenset({2}))
+
+
+@pytest.mark.parametrize(("share", "rotated"), [({}, 8), ({"partial_rotary_factor": 0.5}, 4), ({"rotary_dim": 2}, 2)])
+def test_a_minimax_m2_written_for_an_engine_says_what_sglang_asks_for(
+    share: dict[str, float], rotated: int, tmp_path: Path
+):
+    small = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    write_checkpoint(make_context(architecture={**LLAMA, "model_type": "minimax_m2", **small, **share}), tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert facts["rotary_dim"] == rotated
+    assert facts["rope_parameters"].get("partial_rotary_factor", 1.0) == rotated / 8
+    assert (facts["use_qk_norm"], facts["use_routing_bias"], facts["scoring_func"]) == (True, True, "sigmoid")
 
 
 def slices(*names: str) -> list[TensorSlice]:

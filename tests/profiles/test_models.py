@@ -74,8 +74,8 @@ PUBLISHED = {
 # Those the megatron trainer builds.
 TRAINED = {
     "deepseek-v3", "glm-4.5", "glm-4.5-air", "glm-4.7-flash", "joyai-llm-flash", "kimi-k2", "llama3.1-405b", "llama3.1-70b",
-    "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "moonlight-16b-a3b", "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-14b",
-    "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-4b", "qwen3-8b", "tiny",
+    "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "minimax-m2.5", "moonlight-16b-a3b", "qwen2.5-0.5b", "qwen3-0.6b",
+    "qwen3-1.7b", "qwen3-14b", "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-4b", "qwen3-8b", "tiny",
 }  # fmt: skip
 
 # Read by the models of transformers, or stated here, though not every config class declares them.
@@ -147,7 +147,7 @@ def test_the_megatron_trainer_has_every_tensor_of_a_model_or_refuses_it(rllaunch
     if name in TRAINED:
         shape = read_shape(hf_config(config).to_dict())
         names = {source for entry in entries(shape) for source in entry.sources}
-        module = {n for n, _ in unstack_experts(on_meta(hf_config(config)).state_dict().items())}
+        module = {n for n, _ in unstack_experts(on_meta(hf_config(config)).state_dict().items(), shape)}
         assert names == module - ({"lm_head.weight"} if shape.is_tied else set())
 
 

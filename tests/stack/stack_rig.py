@@ -48,6 +48,10 @@ GLM4_MOE = {
     "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+MINIMAX_M2 = {
+    **LLAMA, "model_type": "minimax_m2", "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -85,6 +89,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **GLM4_MOE, "head_dim": 16, "partial_rotary_factor": 0.25, "use_qk_norm": False, "first_k_dense_replace": 0,
         "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6},
     },
+    "minimax_m2": MINIMAX_M2,
+    "minimax_m2-whole-heads": {**MINIMAX_M2, "head_dim": 16, "partial_rotary_factor": 1.0, "num_experts_per_tok": 4},
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file, save_file
 from stack_process import fp8_update_rank, run_ranks
-from stack_rig import DEEPSEEK, QWEN3_MOE, free_port, make_context, one_process
+from stack_rig import DEEPSEEK, MINIMAX_M2, QWEN3_MOE, free_port, make_context, one_process
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -40,6 +40,7 @@ ARCHITECTURES = {
         **DEEPSEEK, **WIDE, "q_lora_rank": 128, "kv_lora_rank": 136, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16,
         "v_head_dim": 64, "head_dim": 16,
     },
+    "minimax_m2": {**MINIMAX_M2, **WIDE, "head_dim": 64},
 }  # fmt: skip
 IN_FP8 = {"backend": "sglang", "dtype": "fp8"}
 
@@ -71,8 +72,8 @@ def test_training_starts_from_an_fp8_checkpoint_as_transformers_reads_it(name: s
     assert model_config(context).to_dict()["quantization_config"] == SCHEME
     read = dequantised_by_transformers(tmp_path)
     theirs = build_model(context_of(name))
-    number = len({n.split(".experts.")[1].split(".")[0] for n in read if ".mlp.experts." in n})
-    theirs.load_state_dict(dict(stack_experts(((n, t.float()) for n, t in read.items()), number)), strict=False)
+    shape = read_shape(model_config(context).to_dict())
+    theirs.load_state_dict(dict(stack_experts(((n, t.float()) for n, t in read.items()), shape)), strict=False)
     ids_BT = torch.randint(0, 52, (3, 40), generator=torch.Generator().manual_seed(1))
     with one_process():
         built = build(context, "cpu")
@@ -130,7 +131,9 @@ def test_every_rank_makes_the_same_update_as_one_rank_alone(name: str, tmp_path:
     run_ranks(2, fp8_update_rank, free_port(), str(tmp_path / "many"), {**launch, "trainer": parallel})
     run_ranks(1, fp8_update_rank, free_port(), str(tmp_path / "one"), launch)
     want: dict[str, Tensor] = torch.load(tmp_path / "one" / "rank-0.pt")["spread"]
-    weights = dict(unstack_experts(build_model(context_of(name)).state_dict().items()))
+    context = context_of(name)
+    shape = read_shape(model_config(context).to_dict())
+    weights = dict(unstack_experts(build_model(context).state_dict().items(), shape))
     for rank in (0, 1):
         made = torch.load(tmp_path / "many" / f"rank-{rank}.pt")
         for way in ("spread", "sent") if rank == 0 else ("spread",):

@@ -18,15 +18,15 @@ from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.megatron.model import build_model
 from rllaunch.backends.megatron.options import megatron_configs
 from rllaunch.backends.megatron.placement import Placement
-from rllaunch.backends.megatron.shape import read_shape
+from rllaunch.backends.megatron.shape import ModelShape, read_shape
 from rllaunch.backends.megatron.weights import stack_experts, unstack_experts
 
 pytestmark = pytest.mark.stack
 
 
-def named_tensors(model: Any) -> dict[str, torch.Tensor]:
+def named_tensors(model: Any, shape: ModelShape) -> dict[str, torch.Tensor]:
     """As its checkpoint has them; buffers that are saved too."""
-    return dict(unstack_experts((n, t.detach()) for n, t in model.state_dict().items()))
+    return dict(unstack_experts(((n, t.detach()) for n, t in model.state_dict().items()), shape))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -35,10 +35,10 @@ def test_logits_are_those_of_transformers_packed_or_not_and_weights_come_back_ex
 ) -> None:
     context = make_context(ARCHITECTURES[name])
     theirs = hf_model(context)
-    tensors = named_tensors(theirs)
+    shape = read_shape(model_config(context).to_dict())
+    tensors = named_tensors(theirs, shape)
     ids_BT = torch.randint(0, 52, (3, 40), generator=torch.Generator().manual_seed(1))
     with one_process():
-        shape = read_shape(model_config(context).to_dict())
         ours = build_model(megatron_configs(context.config, shape, on_cpu=True), shape)
         placement = Placement(ours, shape)
         placement.fill(tensors.__getitem__)
@@ -62,6 +62,6 @@ def test_logits_are_those_of_transformers_packed_or_not_and_weights_come_back_ex
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[n], saved[n]) for n in saved)
     if shape.experts:
-        stacked = dict(stack_experts(back.items(), shape.experts.number))
+        stacked = dict(stack_experts(back.items(), shape))
         module = theirs.state_dict()
         assert all(torch.equal(stacked[n], module[n]) for n in module if n != "lm_head.weight" or not shape.is_tied)

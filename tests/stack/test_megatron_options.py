@@ -131,6 +131,9 @@ GROUPS_BY_THREE = {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
         ("glm4_moe_lite", GROUPS_BY_THREE, "only 3 groups"),
         ("glm4_moe_lite", HALF_ROTATED, "partial_rotary_factor = 0.5"),
         ("glm4_moe_lite", {"rope_parameters": LLAMA3_ROPE}, "rope_type = 'llama3'"),
+        ("minimax_m2", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),
+        ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        ("minimax_m2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
     ],
 )
 def test_what_megatron_would_compute_otherwise_is_refused(family: str, changes: dict[str, Any], says: str) -> None:

@@ -17,16 +17,18 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, CollectedUpdate, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, YARN, assert_trained_alike, critic_of, free_port
+from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, YARN, assert_trained_alike, critic_of, free_port
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
+from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
 from rllaunch.backends.megatron.context import segments
 from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.regions import torch_optimizers
+from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.trainer import MegatronTrainer
 from rllaunch.backends.megatron.weights import unstack_experts
 from rllaunch.errors import ConfigError, RunError
@@ -42,6 +44,7 @@ FAMILIES = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "minimax_m2": MINIMAX_M2,
 }
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
@@ -87,7 +90,8 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
         return sent_by(trainer)
     named = {n.replace("backbone.", "model."): p.detach() for n, p in trainer.models["critic"].named_parameters()}
     named["lm_head.weight"] = named.pop("value_head.weight")
-    return sent_by(trainer) | {f"critic {n}": p for n, p in unstack_experts(named.items())}
+    shape = read_shape(model_config(trainer.context).to_dict())
+    return sent_by(trainer) | {f"critic {n}": p for n, p in unstack_experts(named.items(), shape)}
 
 
 @pytest.mark.parametrize("preset", ["grpo", "kl", "ppo"])
@@ -338,10 +342,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: An
     assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
 
 
-def test_transformers_loads_what_is_saved_and_training_starts_from_it(started: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_transformers_loads_what_is_saved_and_training_starts_from_it(
+    family: str, started: Any, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    context = launch(architecture=MOE)
+    context = launch(architecture=FAMILIES[family])
     trainer = started(MegatronTrainer, context)
     trainer.train(make_batch(context))
     sent = sent_by(trainer)
@@ -354,7 +361,7 @@ def test_transformers_loads_what_is_saved_and_training_starts_from_it(started: A
     assert all(torch.equal(parameters[n], t) for n, t in sent.items())
     again = started(
         MegatronTrainer,
-        launch(architecture=MOE, model={"hf_checkpoint": str(directory / "hf"), "dtype": "float32"}),
+        launch(architecture=FAMILIES[family], model={"hf_checkpoint": str(directory / "hf"), "dtype": "float32"}),
     )
     resent = sent_by(again)
     assert all(torch.equal(resent[n], t) for n, t in sent.items())
@@ -455,6 +462,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence, latents": (DEEPSEEK, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "sequence, biases": (GLM4_MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "experts, biases": (GLM4_MOE, {"expert_model_parallel_size": 2}),
+    "tensor, norms over all heads": (MINIMAX_M2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tensor, norms over all heads, one group of key heads": (
+        {**MINIMAX_M2, "num_key_value_heads": 1},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "experts, norms over all heads": (MINIMAX_M2, {"expert_model_parallel_size": 2}),
     "experts' tensors": (MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "experts by tensor ranks": (
         MOE,

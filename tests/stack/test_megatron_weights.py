@@ -34,7 +34,7 @@ def shape_of(name: str) -> ModelShape:
 def test_sharded_and_put_together_again_it_is_the_checkpoint(name: str, tp: int) -> None:
     shape = shape_of(name)
     module = build_model(make_context(ARCHITECTURES[name]))
-    tensors = dict(unstack_experts(module.state_dict().items()))
+    tensors = dict(unstack_experts(module.state_dict().items(), shape))
     assert missing(shape, tensors) == []
     seen = set()
     for entry in entries(shape):
@@ -73,8 +73,9 @@ def test_a_vocabulary_is_padded_to_what_ranks_can_share() -> None:
 
 def test_stacked_experts_are_those_of_the_module() -> None:
     module = build_model(make_context(ARCHITECTURES["qwen3_moe"]))
-    single = dict(unstack_experts(module.state_dict().items()))
+    shape = shape_of("qwen3_moe")
+    single = dict(unstack_experts(module.state_dict().items(), shape))
     assert single["model.layers.1.mlp.experts.3.up_proj.weight"].shape == (16, 32)
-    again = dict(stack_experts(single.items(), 4))
+    again = dict(stack_experts(single.items(), shape))
     assert again.keys() == module.state_dict().keys()
     assert all(torch.equal(again[n], t) for n, t in module.state_dict().items())

@@ -60,9 +60,32 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
             "eos_token_id": EOS_ID,
         }
     try:
-        return AutoConfig.for_model(model_type, **facts)
+        config = AutoConfig.for_model(model_type, **facts)
     except (ValueError, TypeError, KeyError) as err:
         raise ConfigError(f"transformers cannot make a {model_type!r} of model.architecture: {err}") from err
+    return _told_to_engines(config)
+
+
+def _told_to_engines(config: PreTrainedConfig) -> PreTrainedConfig:
+    """With what SGLang reads of a MiniMax-M2's `config.json` and transformers' class takes for granted.
+
+    Without it SGLang rotates whole heads, norms no queries and keys, and chooses experts without their bias
+    (0.5.23 models/minimax_m2.py).
+    """
+    if config.model_type != "minimax_m2":
+        return config
+    facts: Any = config
+    share = facts.rope_parameters.get("partial_rotary_factor", 1.0)
+    told = {
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rotary_dim": int(facts.head_dim * share),
+    }
+    for name, value in told.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
+    return config
 
 
 def quantisation_of(context: LaunchContext) -> Mapping[str, Any] | None:

@@ -13,6 +13,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from rllaunch.backends.megatron.head_norms import norm_all_heads
 from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
 from rllaunch.backends.megatron.shape import ModelShape
@@ -32,6 +33,8 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=configs.uses_te, normalization="RMSNorm")
     if not configs.uses_te:
         use_torch(spec)
+    if shape.qk_norm == "all":
+        norm_all_heads(spec)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

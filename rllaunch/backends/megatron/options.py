@@ -203,7 +203,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
         # In latent attention it stands for the norms of the latents.
-        "qk_layernorm": shape.qk_norm or shape.latent is not None,
+        "qk_layernorm": shape.qk_norm != "none" or shape.latent is not None,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,

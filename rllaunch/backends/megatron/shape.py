@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rllaunch.errors import ConfigError
 from rllaunch.plan.sizes import padded_vocab
@@ -70,7 +70,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that decides the tensors and the arithmetic of the model."""
+    """Everything that decides the tensors and the arithmetic of the model.
+
+    Args:
+        qk_norm: of queries and keys: none, one of a head's width, or one over all heads.
+    """
 
     model_type: str
     vocab_size: int
@@ -84,7 +88,7 @@ class ModelShape:
     max_length: int
     rope: Rope
     is_tied: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"
     qkv_bias: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
@@ -146,7 +150,7 @@ def _qwen2(facts: Mapping[str, Any]) -> ModelShape:
 def _qwen3(facts: Mapping[str, Any]) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
-    return ModelShape(**_common(facts), qk_norm=True)
+    return ModelShape(**_common(facts), qk_norm="head")
 
 
 def _qwen3_moe(facts: Mapping[str, Any]) -> ModelShape:
@@ -163,7 +167,7 @@ def _qwen3_moe(facts: Mapping[str, Any]) -> ModelShape:
         raise _unlike("norm_topk_prob", True, "with one expert a token the weight is the score itself")
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
-    return ModelShape(**_common(facts), qk_norm=True, experts=experts)
+    return ModelShape(**_common(facts), qk_norm="head", experts=experts)
 
 
 def _deepseek_v3(facts: Mapping[str, Any]) -> ModelShape:
@@ -178,9 +182,26 @@ def _glm4_moe(facts: Mapping[str, Any]) -> ModelShape:
     return ModelShape(
         **_common(facts, rotates_part=True),
         qkv_bias=bool(facts["attention_bias"]),
-        qk_norm=bool(facts["use_qk_norm"]),
+        qk_norm="head" if facts["use_qk_norm"] else "none",
         experts=_sigmoid_experts(facts, _sparse_after_dense(facts)),
     )
+
+
+def _minimax_m2(facts: Mapping[str, Any]) -> ModelShape:
+    top_k = facts["num_experts_per_tok"]
+    if top_k == 1:
+        raise _unlike("num_experts_per_tok", 1, "no normalised weight of one expert a token")
+    if facts.get("router_jitter_noise"):
+        raise _unlike("router_jitter_noise", facts["router_jitter_noise"], "no noise on what experts are given")
+    experts = Experts(
+        number=facts.get("num_local_experts") or facts["num_experts"],
+        top_k=top_k,
+        width=facts["intermediate_size"],
+        is_sparse=(True,) * facts["num_hidden_layers"],
+        score="sigmoid",
+        has_bias=True,
+    )
+    return ModelShape(**_common(facts, rotates_part=True), qk_norm="all", experts=experts)
 
 
 def _latent_with_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> ModelShape:
@@ -240,6 +261,7 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
+    "minimax_m2": _minimax_m2,
 }
 
 

@@ -29,7 +29,7 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
     checkpoint = context.config.model.hf_checkpoint
     if not checkpoint:
         module = embedded.build_model(context, dtype=torch.float32, with_lora=False)
-        return dict(unstack_experts((n, t.detach()) for n, t in module.state_dict().items())).__getitem__
+        return dict(unstack_experts(((n, t.detach()) for n, t in module.state_dict().items()), shape)).__getitem__
     if (quantisation := embedded.quantisation_of(context)) is not None:
         scheme_of(quantisation)  # others have scales that are read otherwise
     directory = embedded.checkpoint_directory(checkpoint)

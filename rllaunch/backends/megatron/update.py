@@ -41,7 +41,7 @@ def as_engine_wants(
     dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
     is_embedded = context.config.rollout.backend == "embedded"
     if is_embedded and shape.experts:
-        named = stack_experts(named, shape.experts.number)
+        named = stack_experts(named, shape)
     cast = _cast(named, dtype, has_buffers=not is_embedded)
     yield from _in_block_fp8(cast, fp8, device) if fp8 is not None else cast
 

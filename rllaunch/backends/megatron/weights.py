@@ -50,6 +50,25 @@ class Entry:
         return not (self.is_copy or self.is_adapter)
 
 
+@dataclass(frozen=True)
+class _ExpertNames:
+    """What a checkpoint calls a layer with experts, an expert's matrices, and the bias of the router."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: str = "gate.e_score_correction_bias"
+
+
+# Families whose checkpoints name experts otherwise than their modules do: as Mixtral's.
+_RENAMED = {"minimax_m2": _ExpertNames("block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias")}
+
+
+def _names_of_experts(shape: ModelShape) -> _ExpertNames:
+    return _RENAMED.get(shape.model_type, _ExpertNames())
+
+
 def entries(shape: ModelShape) -> list[Entry]:
     """All parameters of the model in the order of its checkpoint; the same on every rank."""
     embedding = "model.embed_tokens.weight"
@@ -73,7 +92,7 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
             sources = tuple(f"{of}.{part}_proj.{kind}" for part in "qkv")
             yield Entry((f"{at}.linear_qkv.{kind}",), sources, "qkv", 0, layer)
     yield Entry((f"{at}.linear_proj.weight",), (f"{of}.o_proj.weight",), split=1, layer=layer)
-    if shape.qk_norm:
+    if shape.qk_norm != "none":
         for part in "qk":
             yield Entry((f"{at}.{part}_layernorm.weight",), (f"{of}.{part}_norm.weight",), layer=layer)
 
@@ -99,18 +118,19 @@ def _dense(layer: int) -> Iterator[Entry]:
 
 def _experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
     assert shape.experts is not None, "asked for a sparse layer only"
-    at, of = "decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    called = _names_of_experts(shape)
+    at, of = "decoder.layers.{layer}.mlp", f"model.layers.{layer}.{called.block}"
     yield Entry((f"{at}.router.weight",), (f"{of}.gate.weight",), layer=layer)
     if shape.experts.has_bias:
-        yield Entry((f"{at}.router.expert_bias",), (f"{of}.gate.e_score_correction_bias",), layer=layer)
+        yield Entry((f"{at}.router.expert_bias",), (f"{of}.{called.bias}",), layer=layer)
     for expert in range(shape.experts.number):
         one = f"{of}.experts.{expert}"
-        for number, parts in ((1, ("gate", "up")), (2, ("down",))):
+        for number, parts in ((1, (called.gate, called.up)), (2, (called.down,))):
             names = (
                 f"{at}.experts.local_experts.{{expert}}.linear_fc{number}.weight",
                 f"{at}.experts.linear_fc{number}.weight{{expert}}",
             )
-            sources = tuple(f"{one}.{part}_proj.weight" for part in parts)
+            sources = tuple(f"{one}.{part}.weight" for part in parts)
             form: Form = "gated" if number == 1 else "plain"
             yield Entry(names, sources, form, number - 1, layer, expert)
     if shape.experts.shared_width:
@@ -193,35 +213,38 @@ def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
 
 # -- experts as transformers' modules keep them ----------------------------------------------------
 
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
-_SINGLE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_STACKED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
-def unstack_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def unstack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Names of a module of transformers 5 → those of its checkpoint: each expert's matrices by themselves."""
+    called = _names_of_experts(shape)
     for name, tensor in named:
         if not (found := _STACKED.match(name)):
-            yield name, tensor
+            yield name.replace(".mlp.", f".{called.block}."), tensor
             continue
         at, which = found.groups()
         for number, matrix in enumerate(tensor):
-            parts = zip(("gate", "up"), matrix.chunk(2), strict=True) if which == "gate_up_proj" else [("down", matrix)]
+            whole = [(called.down, matrix)]
+            parts = zip((called.gate, called.up), matrix.chunk(2), strict=True) if which == "gate_up_proj" else whole
             for part, values in parts:
-                yield f"{at}.{number}.{part}_proj.weight", values
+                yield f"{at}.{called.block}.experts.{number}.{part}.weight", values
 
 
-def stack_experts(named: Iterable[tuple[str, Tensor]], number: int) -> Iterator[tuple[str, Tensor]]:
-    """The way back; a layer's `number` experts must come one after the other."""
+def stack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The way back; a layer's experts must come one after the other."""
+    called, number = _names_of_experts(shape), shape.experts.number if shape.experts else 0
+    single = re.compile(rf"(.*)\.{called.block}\.experts\.(\d+)\.({called.gate}|{called.up}|{called.down})\.weight$")
     waiting: dict[tuple[int, str], Tensor] = {}
     for name, tensor in named:
-        if not (found := _SINGLE.match(name)):
-            yield name, tensor
+        if not (found := single.match(name)):
+            yield name.replace(f".{called.block}.", ".mlp."), tensor
             continue
         waiting[int(found[2]), found[3]] = tensor
         if len(waiting) == 3 * number:
-            gate_up = [torch.cat([waiting[e, "gate"], waiting[e, "up"]]) for e in range(number)]
-            yield f"{found[1]}.gate_up_proj", torch.stack(gate_up)
-            yield f"{found[1]}.down_proj", torch.stack([waiting[e, "down"] for e in range(number)])
+            gate_up = [torch.cat([waiting[e, called.gate], waiting[e, called.up]]) for e in range(number)]
+            yield f"{found[1]}.mlp.experts.gate_up_proj", torch.stack(gate_up)
+            yield f"{found[1]}.mlp.experts.down_proj", torch.stack([waiting[e, called.down] for e in range(number)])
             waiting.clear()
     assert not waiting, "every layer's experts are whole"
 
