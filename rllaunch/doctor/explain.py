@@ -72,8 +72,8 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         "What an update brings right:\n\n"
         "- engines in bfloat16 or float32, of a checkpoint that is not quantised;\n"
         f"- engines in FP8 (`--rollout-dtype fp8`, from the megatron trainer) in blocks of {BLOCK} × {BLOCK}\n"
-        "  with scales in float32, of a checkpoint in bfloat16 or in such blocks, on CUDA GPUs of compute\n  capability "
-        f"{_FROM} and more, below {_TO} (Ada, Hopper).\n\n"
+        "  with scales in float32, of a checkpoint in bfloat16 or in such blocks, on CUDA GPUs of compute\n  "
+        f"capability {_FROM} and more, below {_TO} (Ada, Hopper).\n\n"
         "Not: another quantisation, on other GPUs FP8, which SGLang rewrites there after loading; and\nwith engines "
         "in FP8 of a bfloat16 checkpoint no speculation and no KV cache in FP8, for which an update brings nothing.",
     ),
