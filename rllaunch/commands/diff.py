@@ -317,7 +317,7 @@ def _plan_rows(a: Candidate, b: Candidate) -> Iterator[tuple[str, str, str]]:
             "  in",
             *(f"{s.name}{' (start-up)' if s.phase == 'init' else ''}" for s in (c.plan.peak_step(tier) for c in both)),
         )
-    yield row("s/cycle", *(f"{c.plan.seconds:.1f}" for c in both))
+    yield row("handoff s", *(f"{c.plan.seconds:.1f}" for c in both))
 
 
 def _fits(candidate: Candidate) -> str:

@@ -185,7 +185,7 @@ def _show(resolved: Resolved, choice: Choice) -> None:
             for c in choice.others
         ]
         title = "What else there is"
-        console.print_table(["", "GPU", "host", "s/cycle", "why not"], rows[:MOST_ROWS], title)
+        console.print_table(["", "GPU", "host", "handoff s", "why not"], rows[:MOST_ROWS], title)
         if len(rows) > MOST_ROWS:
             console.data(f"… and {len(rows) - MOST_ROWS} more: --json has them all")
     if resolved.config.hardware.host_link_bytes_per_second is None and resolved.config.trainer.backend != "embedded":

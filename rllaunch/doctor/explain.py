@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rllaunch.backends.block_fp8 import BLOCK, FIRST_TOO_NEW, OLDEST
+from rllaunch.backends.megatron.shape import built_types
 from rllaunch.doctor.engine import ENGINE_CODES
 from rllaunch.doctor.finding import Rule
 from rllaunch.doctor.profile_facts import CODES
@@ -22,6 +24,89 @@ LAUNCH_CODES = {
     "RL512": "a model that the megatron trainer of this version does not build (a warning with --no-probe)",
     "RL513": "engines whose weights no update brings in the type they hold (a warning with --no-probe)",
 }
+_FROM, _TO = (".".join(map(str, capability)) for capability in (OLDEST, FIRST_TOO_NEW))
+# Of what is found without a rule: why, and what there is to know beside it.
+_TOLD: Mapping[str, tuple[str, str]] = {
+    "RL001": (
+        "a check that raises has said nothing of the launch; taken for passed, it would hide what it looks for",
+        "The finding names the rule, its plugin and the line that failed. The other rules are asked all the same.\n\n"
+        "RLLAUNCH_DISABLE_PLUGINS leaves a plugin out.",
+    ),
+    "RL002": (
+        "--allow and --explain know a rule by its code: of two with one it would be open which is meant",
+        "The first runs: rllaunch's own, then those of plugins as they were found. Codes of plugins begin at RL900.",
+    ),
+    "RL010": (
+        "what it would have brought is missing, and the launch would be judged without it",
+        "A warning where a guest is broken, for most launches do not need it; an error where rllaunch's own is.\n\n"
+        "`rllaunch plugins` shows what each brings, `rllaunch profiles check` what is wrong with a profile.",
+    ),
+    "RL337": (
+        "trainer.backend and rollout.backend name what a plugin registers: without it nothing trains or generates",
+        "`rllaunch plugins` shows who brings which.",
+    ),
+    "RL340": (
+        "a run would find it after the model has been loaded: a file without prompts, a reward that cannot be "
+        "imported, a prompt that leaves the response no room",
+        "Reads the files of the task, imports the reward's module and counts the tokens of the longest prompt.",
+    ),
+    "RL390": (
+        "an allowance of nothing looks as if it were one",
+        "Codes in the table of docs/rules.md with a yes can be allowed; the others stop a run for good reason.",
+    ),
+    "RL508": (
+        "its launches are resolved, planned and checked, but nothing in this version runs them",
+        "A warning where no machine is looked at: `--no-probe`, `--dry-run`.",
+    ),
+    "RL512": (
+        "the trainer builds a model of Megatron-core's layers, tensor by tensor; of a model it does not know, an "
+        "update would bring the engines something else than was loaded",
+        f"Model types that it builds: {', '.join(built_types())}. Of these, too, it refuses\nwhat Megatron-core "
+        "computes otherwise (sliding windows, biases, other kinds of rotary embedding); the finding names the fact.\n\n"
+        "All other shipped models can be planned and checked, and `rllaunch train --rehearse` runs them in small,\non "
+        "the embedded backend.",
+    ),
+    "RL513": (
+        "an update copies tensors into the parameters that an engine has; into others than it was written for they fit "
+        "as bytes, and the engine generates rubbish without an error",
+        "What an update brings right:\n\n"
+        "- engines in bfloat16 or float32, of a checkpoint that is not quantised;\n"
+        f"- engines in FP8 (`--rollout-dtype fp8`, from the megatron trainer) in blocks of {BLOCK} × {BLOCK}\n"
+        "  with scales in float32, of a checkpoint in bfloat16 or in such blocks, on CUDA GPUs of compute\n  "
+        f"capability {_FROM} and more, below {_TO} (Ada, Hopper).\n\n"
+        "Not: another quantisation, on other GPUs FP8, which SGLang rewrites there after loading; and\nwith engines "
+        "in FP8 of a bfloat16 checkpoint no speculation and no KV cache in FP8, for which an update brings nothing.",
+    ),
+    "RL600": ("such a profile is in no list, and a launch that names it ends with an unknown name", ""),
+    "RL601": (
+        "every launch with the profile would be refused for it",
+        "`rllaunch schema` prints a JSON schema of profiles, with which editors check them.",
+    ),
+    "RL602": ("without what it extends it has half of its facts", ""),
+    "RL603": (
+        "without the memory of a GPU and of the host a plan has no limits, without the link no seconds",
+        "An error where nothing could be planned, else a remark.",
+    ),
+    "RL604": (
+        "a number in the wrong unit makes every plan wrong by it without a word: a rack's for a tray's, GB for GiB, "
+        "both directions of a link for one",
+        "Figures are held against what GPUs' makers give, and against each other.",
+    ),
+    "RL605": ("nobody can hold a number without a source against anything, once a plan comes out wrong", ""),
+    "RL606": ("a profile is for launches; it is tried with the models or machines it is meant for", ""),
+    "RL607": (
+        "a plan that cannot be made says nothing of whether it fits",
+        "Whether it fits is no matter of this: what a launch needs depends on its number of nodes.",
+    ),
+    "RL608": (
+        "what every launch with the profile breaks is the profile's doing, not the user's",
+        "An error where all launches that were tried break it, a warning where some do.",
+    ),
+    "RL609": (
+        "--hardware auto takes a profile only where one alone recognises the GPUs",
+        "`--hardware NAME` takes it all the same.",
+    ),
+}
 _SECTION = re.compile(r"^(Args|Raises|Source):", re.MULTILINE)
 
 
@@ -32,20 +117,22 @@ class Explanation:
     Args:
         rule: None for what rllaunch finds without one.
         more: paragraphs from the docstring of the rule's check; empty where it has none.
+        reason: why breaking it hurts; the rule's own where there is a rule.
     """
 
     code: str
     name: str
     rule: Rule | None = None
     more: str = ""
+    reason: str = ""
 
     def lines(self) -> list[str]:
         """Why, what it looks at, whether it can be allowed, and who brings it unless that is rllaunch."""
         if self.rule is None:
-            return ["found without a rule: by rllaunch itself", "can be allowed: no"]
+            return [f"why: {self.reason}", "found by: rllaunch itself, without a rule", "can be allowed: no"]
         rule = self.rule
         allowed = f"yes, `--allow {rule.code}` turns its errors into warnings" if rule.overridable else "no"
-        lines = [f"why: {' '.join(rule.reason.split())}", f"probes: {_probes(rule)}", f"can be allowed: {allowed}"]
+        lines = [f"why: {self.reason}", f"probes: {_probes(rule)}", f"can be allowed: {allowed}"]
         return lines if rule.plugin.split()[0] == "rllaunch" else [*lines, f"from: {rule.plugin}"]
 
     def text(self) -> str:
@@ -57,7 +144,7 @@ class Explanation:
         return {
             "code": self.code,
             "name": self.name,
-            "reason": " ".join(rule.reason.split()) if rule else "",
+            "reason": self.reason,
             "probes": bool(rule and rule.probes),
             "tests_gpu": bool(rule and rule.tests_gpu),
             "overridable": bool(rule and rule.overridable),
@@ -68,9 +155,13 @@ class Explanation:
 
 def explanations(rules: Iterable[Rule]) -> Mapping[str, Explanation]:
     """Every code there is, in order; of two rules with one code the first, which is the one that runs."""
-    found = {code: Explanation(code, name) for code, name in (ENGINE_CODES | CODES | LAUNCH_CODES).items()}
+    found = {}
+    for code, name in (ENGINE_CODES | CODES | LAUNCH_CODES).items():
+        reason, more = _TOLD[code]
+        found[code] = Explanation(code, name, more=more, reason=reason)
     for rule in rules:
-        found.setdefault(rule.code, Explanation(rule.code, rule.name, rule, _longer(rule)))
+        reason = " ".join(rule.reason.split())
+        found.setdefault(rule.code, Explanation(rule.code, rule.name, rule, _longer(rule), reason))
     return dict(sorted(found.items()))
 
 

@@ -317,7 +317,8 @@ def told_break(broken: Break, limits: Limits) -> str:
 
 # How the source of a value begins that `decided` filled in.
 _DECIDED = " = auto: "
-_DECIDABLE = (
+# What `decided` may fill in.
+DECIDABLE = (
     ORDER,
     BUFFERS,
     WEIGHTS,
@@ -333,7 +334,7 @@ def reopened(resolved: Resolved) -> Resolved:
     """The launch with what `decided` filled in open again, as it would be with another flag on its command line."""
     origins = dict(resolved.origins)
     values: dict[str, dict[str, Any]] = {}
-    for key in _DECIDABLE:
+    for key in DECIDABLE:
         of_key = origins.get(key, ())
         if of_key and of_key[-1].layer == "derived" and _DECIDED in of_key[-1].source:
             origins[key] = of_key[:-1]

@@ -75,6 +75,10 @@ class Request:
     profile_dirs: tuple[Path, ...] = ()
 
 
+class NoModelError(ConfigError):
+    """No layer names a model, without which there is no launch."""
+
+
 class LayerSource(PydanticBaseSettingsSource):
     """One layer as a source of pydantic-settings: nested values, nothing parsed twice."""
 
@@ -384,7 +388,7 @@ def _choose_profiles(user: Sequence[Layer], plugins: Plugins) -> dict[str, Profi
     model = _last(user, "model.name")
     if model is None or not model.value:
         hint = "--model NAME; `rllaunch profiles list --kind model` shows what there is"
-        raise ConfigError("no model is named", model.source if model else "", hint)
+        raise NoModelError("no model is named", model.source if model else "", hint)
     chosen["model"] = _model_profile(str(model.value), model.source, plugins)
     hardware = _last(user, "hardware.name")
     name, where = (str(hardware.value), hardware.source) if hardware else ("auto", "schema default")

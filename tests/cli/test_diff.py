@@ -47,6 +47,7 @@ def test_a_changed_key_is_shown_with_both_origins_and_both_plans(rllaunch: Any):
         "  + 1e-05   flag: --lr 1e-5",
     ]
     rows = {line[:11].strip(): line[11:].strip() for line in plans.splitlines() if line.strip()}
+    assert float(rows["handoff s"].split()[0]) > 0
     assert rows["fits"].startswith("yes ")
     assert rows["fits"].endswith(" over on the host")
     assert rows["host peak"].startswith("876.5 GiB of 898.0 GiB ")

@@ -55,9 +55,33 @@ def test_a_rule_that_probes_says_with_which_flag_it_does(rllaunch: Any, code: st
 def test_a_finding_without_a_rule_is_explained_too(rllaunch: Any):
     assert rllaunch("doctor", "--explain", "RL010").out == (
         "RL010: a plugin or a profile cannot be used\n"
-        "  found without a rule: by rllaunch itself\n"
+        "  why: what it would have brought is missing, and the launch would be judged without it\n"
+        "  found by: rllaunch itself, without a rule\n"
         "  can be allowed: no\n"
+        "\n"
+        "A warning where a guest is broken, for most launches do not need it; an error where rllaunch's own is.\n"
+        "\n"
+        "`rllaunch plugins` shows what each brings, `rllaunch profiles check` what is wrong with a profile.\n"
     )
+
+
+def test_a_model_that_is_not_trained_is_explained_by_those_that_are(rllaunch: Any):
+    out = rllaunch("doctor", "--explain", "RL512").out
+    refused = rllaunch("doctor", "--no-probe", "--model", "dsv4", "--hardware", "GB300").out
+    (types,) = re.findall(r"it builds ([\w, ]+);", refused)
+    assert f"Model types that it builds: {types}." in out
+    assert "qwen3_moe" in types
+
+
+def test_weights_that_an_update_would_spoil_are_explained_by_those_it_brings(rllaunch: Any):
+    out = rllaunch("doctor", "--explain", "RL513").out
+    for allowed in ("--rollout-dtype fp8", "128 × 128", "8.9 and more, below 10.0"):
+        assert allowed in out
+
+
+def test_every_code_has_a_reason():
+    empty = [code for code, told in explanations(builtin_rules()).items() if len(told.reason) < 20]
+    assert empty == []
 
 
 def test_json_has_the_same(rllaunch: Any):
@@ -106,7 +130,9 @@ def test_a_plugins_rule_names_its_plugin_and_leaves_out_what_its_check_tells_cal
         return iter(())
 
     rule = Rule("RL942", "Acme lends 16 nodes", "Acme's scheduler refuses more", check, plugin="acme 1.0.0")
-    assert explanations([rule])["RL942"] == Explanation("RL942", "Acme lends 16 nodes", rule, "Nodes are counted.")
+    assert explanations([rule])["RL942"] == Explanation(
+        "RL942", "Acme lends 16 nodes", rule, "Nodes are counted.", "Acme's scheduler refuses more"
+    )
     assert explanations([rule])["RL942"].text() == (
         "RL942: Acme lends 16 nodes\n"
         "  why: Acme's scheduler refuses more\n"

@@ -73,6 +73,13 @@ def test_a_launch_that_does_not_fit_exits_4_and_marks_the_first_step_that_breaks
     )
 
 
+def test_the_seconds_of_what_else_there_is_are_called_those_of_the_handoff(rllaunch: Any):
+    lines = [line.strip() for line in rllaunch("plan", *DSV4).out.splitlines()]
+    at = lines.index("What else there is")
+    head = next(line for line in lines[at:] if "why not" in line)
+    assert re.split(r" {2,}", head) == ["GPU", "host", "handoff s", "why not"]
+
+
 def step_tables(out: str) -> list[str]:
     """The tables of the two schedules, which stand side by side: the left and the right half."""
     lines = out.splitlines()

@@ -144,8 +144,10 @@ def test_where_no_single_change_is_enough_a_layout_that_fits_is_named(doctor: An
 def test_where_no_layout_fits_the_advice_says_so(doctor: Any):
     _, found = doctor("--model glm-4.5 --hardware H100 --num-nodes 1 --pipeline-model-parallel-size 1")
     fix = found["RL202"]["fix"]
-    assert fix.startswith("no single change is enough: --expert-model-parallel-size 4 frees ")
-    assert fix.endswith("; `rllaunch plan --fit` shows all layouts")
+    assert fix.startswith(
+        "`rllaunch plan --fit --num-nodes 1` looks for a layout on as many nodes or more; "
+        "no single change is enough: --expert-model-parallel-size 4 frees "
+    )
     assert fix.count(" too much") == 3
 
 
@@ -188,6 +190,47 @@ def test_a_fraction_without_room_for_a_kv_cache_is_raised_until_there_is(doctor:
     mended = chosen(f"{words} {found['RL204']['fix']}").taken.plan
     assert mended.fits
     assert mended.sizes.gpu["kv_cache"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "--model llama3.1-70b --hardware H100 --num-nodes 4 --tensor-model-parallel-size 8 --sequence-parallel "
+            "--pipeline-model-parallel-size 2 --recompute-granularity full --megatron-recompute-method uniform "
+            "--megatron-recompute-num-layers 1",
+            "leaves room: its weights are 32.9 GiB a GPU",
+        ),
+        (
+            "--model llama3.1-405b --hardware H100 --num-nodes 8",
+            "leaves room for a KV cache, though the launch does not fit then; "
+            "`rllaunch plan --fit --num-nodes 8` looks for a layout on as many nodes or more",
+        ),
+    ],
+    ids=["fits", "does not"],
+)
+def test_weights_that_no_fraction_makes_room_for_are_spread_over_the_fewest_gpus_that_do(
+    doctor: Any, words: str, told: str
+):
+    flag, number, *rest = doctor(words)[1]["RL204"]["fix"].split()
+    assert flag == "--rollout-num-gpus-per-engine"
+    assert " ".join(rest) == told
+    code, mended = doctor(f"{words} {flag} {number}")
+    assert "RL204" not in mended
+    assert (code == 0) == told.startswith("leaves room:")
+    assert "RL204" in doctor(f"{words} {flag} {int(number) // 2}")[1], "half as many do not"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--model deepseek-v3 --hardware H100 --num-nodes 1", "--model qwen3-235b-a22b --hardware H100 --num-nodes 8"],
+)
+def test_weights_that_no_engine_has_room_for_lead_to_another_layout(doctor: Any, words: str):
+    """On one node there are too few GPUs; engines of eight would cut through the second model's blocks in FP8."""
+    fix = doctor(words)[1]["RL204"]["fix"]
+    assert fix.startswith(
+        "no number of GPUs per engine that these nodes allow has room for the weights; `rllaunch plan --fit "
+    )
 
 
 def test_a_fraction_above_what_fits_is_lowered_to_the_largest_that_does(doctor: Any):

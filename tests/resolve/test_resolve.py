@@ -65,6 +65,51 @@ def test_explain_prints_every_layer_with_its_place(rllaunch: Any, tmp_path: Path
     assert lines[-2:] == ["  Prompts of one rollout.", "  flag: --rollout-batch-size INT"]
 
 
+def test_explain_tells_what_the_plan_takes_for_auto(rllaunch: Any):
+    launch = ("--model", "qwen3-0.6b", "--hardware", "H200")
+    lines = rllaunch("explain", "engine_weights", *launch).out.splitlines()
+    assert lines[:2] == [
+        'handoff.engine_weights = "discard"   derived: handoff.engine_weights = auto: the fastest that fits',
+        '  over "auto"   default: schema default',
+    ]
+    assert rllaunch("explain", "engine_weights", *launch, "--json").json()["value"] == "discard"
+    apart = rllaunch("explain", "engine_weights", *launch, "--no-colocate").out
+    assert apart.startswith('handoff.engine_weights = "auto"   default: schema default\n'), "it cannot be planned"
+
+
+@pytest.mark.parametrize("words", [(), ("--hardware", "H200")], ids=["bare", "hardware"])
+def test_explain_without_a_model_says_what_the_key_means(rllaunch: Any, words: tuple[str, ...]):
+    result = rllaunch("explain", "offload-train-buffers", *words)
+    assert result.code == 0
+    assert result.out == (
+        'handoff.offload_train_buffers = "auto"   default: schema default\n'
+        "  How host copies are held: `retained` for the whole run, `fresh` at each offload, or in one arena `shared` by the "
+        "trainer's backup and the engine's mirror.\n"
+        "  flag: --offload-train-buffers retained|fresh|shared|auto\n"
+    )
+    assert result.err == "note: no model is named; with --model NAME it says who sets the key\n"
+    assert rllaunch("explain", "sglang.some_option").code == 3, "nothing is known of what passes through"
+
+
+def test_resolve_tells_what_the_plan_takes_for_auto_and_leaves_it_open(rllaunch: Any, tmp_path: Path):
+    launch = ("--model", "qwen3-0.6b", "--hardware", "H200", "--engine-weights", "auto")
+    out = rllaunch("resolve", *launch).out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    at = lines.index('engine_weights = "auto" # flag: --engine-weights auto')
+    assert lines[at + 1 : at + 3] == [
+        '# engine_weights = "discard" # derived: handoff.engine_weights = auto: the fastest that fits',
+        '# update_weights_from = "host" # derived: handoff.update_weights_from = auto: the fastest that fits',
+    ]
+    (tmp_path / "run.toml").write_text(out)
+    again = rllaunch("resolve", "--config", "run.toml", "--json").json()
+    assert again["config"]["handoff"]["engine_weights"] == "auto"
+    assert again["decided"]["handoff.engine_weights"] == {
+        "value": "discard",
+        "layer": "derived",
+        "source": "handoff.engine_weights = auto: the fastest that fits",
+    }
+
+
 def test_a_later_config_file_and_the_last_flag_win(rllaunch: Any, tmp_path: Path):
     (tmp_path / "a.toml").write_text("[run]\nseed = 1\nnum_rollout = 7\n")
     (tmp_path / "b.toml").write_text("[run]\nseed = 2\n")
@@ -154,7 +199,7 @@ def test_what_resolve_prints_is_toml_that_config_takes(rllaunch: Any, tmp_path: 
 
 def test_the_documented_json_is_there(rllaunch: Any):
     answer = rllaunch("resolve", *DSV4, "--json").json()
-    assert set(answer) == {"config", "origins", "command"}
+    assert set(answer) == {"config", "origins", "command", "decided"}
     for origins in answer["origins"].values():
         for one in origins:
             assert set(one) == {"value", "layer", "source"}

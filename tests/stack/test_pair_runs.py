@@ -27,7 +27,9 @@ START_UP = {
         "engine.offload_kv", "engine.offload_weights", "trainer.init", "trainer.offload", "engine.onload_weights",
         "update_weights", "engine.onload_kv",
     ],
-    "gpu": ["engine.offload_kv", "trainer.init", "trainer.offload", "update_weights", "engine.onload_kv"],
+    "gpu": [
+        "engine.offload_kv", "trainer.init", "trainer.clear_memory", "update_weights", "trainer.offload", "engine.onload_kv",
+    ],
 }  # fmt: skip
 CYCLE = {
     "cpu": [
@@ -36,7 +38,7 @@ CYCLE = {
     ],
     "gpu": [
         "generate", "engine.offload_kv", "trainer.onload", "engine.offload_weights", "train", "trainer.clear_memory",
-        "engine.onload_weights", "trainer.offload", "update_weights", "engine.onload_kv",
+        "engine.onload_weights", "update_weights", "trainer.offload", "engine.onload_kv",
     ],
 }  # fmt: skip
 

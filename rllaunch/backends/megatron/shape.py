@@ -116,13 +116,18 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(
             f"the megatron trainer does not build models of type {model_type!r}",
             f"{_WHERE}.model_type",
-            f"it builds {', '.join(sorted(_FAMILIES))}; `--rehearse` runs others in small, on the embedded backend",
+            f"it builds {', '.join(built_types())}; `--rehearse` runs others in small, on the embedded backend",
         )
     if facts.get("hidden_act", "silu") != "silu":
         raise _unlike("hidden_act", facts["hidden_act"], "only silu")
     if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
         raise _unlike("sliding_window", facts.get("sliding_window"), "only full attention")
     return family(facts)
+
+
+def built_types() -> list[str]:
+    """The `model_type`s that `read_shape` takes."""
+    return sorted(_FAMILIES)
 
 
 def refusal_of(facts: Mapping[str, Any]) -> ConfigError | None:

@@ -5,8 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.plan.advice import FRACTION, Advice, advise, fullest_with_kv, safe_fraction, told, usable_memory
-from rllaunch.plan.choose import OPTIMIZER, ORDER, TIGHT, WEIGHTS, Choice, Unknown, architecture_of, plan_launch
+from rllaunch.doctor.layout import heads_fit, kv_heads_fit, layout_of
+from rllaunch.doctor.numbers import divisors
+from rllaunch.doctor.rules.engines import ENGINE
+from rllaunch.errors import RllaunchError
+from rllaunch.plan.advice import FRACTION, Advice, advise, changed, fullest_with_kv, safe_fraction, told, usable_memory
+from rllaunch.plan.choose import (
+    OPTIMIZER,
+    ORDER,
+    TIGHT,
+    WEIGHTS,
+    Choice,
+    Unknown,
+    architecture_of,
+    choose,
+    plan_launch,
+    reopened,
+)
 from rllaunch.plan.forecast import PlannedStep, forecast, name_of
 from rllaunch.plan.handoff import Tier, update_rewrites_all
 from rllaunch.resolve.origins import Resolved
@@ -84,17 +99,16 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
     ways = _advice(resolved, choice, tier, 3)
     fitting = [way for way in ways if way.fits]
     told_ways = [told(way, tier) for way in (fitting or ways)[:3]]
-    fix = (
-        ", or ".join(told_ways)
-        if told_ways
-        else "more nodes, or a larger machine; `rllaunch plan --fit` looks for a layout"
-    )
+    fix = ", or ".join(told_ways) if told_ways else f"{_search(resolved)}, or a larger machine"
     if told_ways and not fitting:
         broken = plan.first_break
         # Where both tiers break, the first finding looks for a layout.
         layout = _layout_that_fits(resolved) if broken is not None and broken.tier == tier else ""
-        fix = layout or f"no single change is enough: {fix}"
-        fix += "; `rllaunch plan --fit` shows all layouts"
+        fix = (
+            f"{layout}; `rllaunch plan --fit` shows all layouts"
+            if layout
+            else f"{_search(resolved)}; no single change is enough: {fix}"
+        )
     keys = [_LIMIT_KEYS[tier], ORDER, *(["handoff.train_memory_margin_bytes"] if tier == "gpu" else [])]
     yield rule.error(resolved, message, keys, fix)
 
@@ -102,6 +116,11 @@ def _does_not_fit(resolved: Resolved, tier: Tier, rule: Rule) -> Iterator[Findin
 def _advice(resolved: Resolved, choice: Choice, tier: Tier, enough: int) -> list[Advice]:
     """Changes that lower a peak, without those that another rule would refuse."""
     return advise(resolved, architecture_of(resolved), choice, tier, enough=enough, is_sound=is_sound)
+
+
+def _search(resolved: Resolved) -> str:
+    nodes = resolved.config.cluster.num_nodes
+    return f"`rllaunch plan --fit --num-nodes {nodes}` looks for a layout on as many nodes or more"
 
 
 def _layout_that_fits(resolved: Resolved) -> str:
@@ -181,12 +200,8 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
             f"mem_fraction_static {fraction:g} leaves no room for a KV cache: "
             f"{fraction:g} × {gib(usable)} is less than the engine's weights, {gib(weights)} a GPU"
         )
-        fix = (
-            f"--sglang-mem-fraction-static {least:.2f}"
-            if least < 0.95
-            else "--rollout-num-gpus-per-engine, twice as many"
-        )
-        yield FRACTION_RULE.error(resolved, text, [FRACTION, "rollout.rollout_num_gpus_per_engine"], fix)
+        fix = f"--sglang-mem-fraction-static {least:.2f}" if least < 0.95 else _wider_engine(resolved)
+        yield FRACTION_RULE.error(resolved, text, [FRACTION, ENGINE], fix)
         return
     largest, step = safe_fraction(plan, config), fullest_with_kv(plan)
     if largest is not None and step is not None and fraction > largest:
@@ -201,6 +216,33 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
         yield FRACTION_RULE.error(
             resolved, text, [FRACTION, _LIMIT_KEYS["gpu"]], f"--sglang-mem-fraction-static {largest:.2f}"
         )
+
+
+def _wider_engine(resolved: Resolved) -> str:
+    """The fewest GPUs per engine with which its weights leave room for a KV cache, told as a flag: of those with which
+    the launch fits, if there is one."""
+    layout, config, architecture = layout_of(resolved), resolved.config, architecture_of(resolved)
+    dp = config.sglang.dp_size if config.sglang.enable_dp_attention else 1
+    is_open, with_room = reopened(resolved), ""
+    for gpus in divisors(layout.rollout_gpus or layout.world):
+        sharing = max(1, gpus // dp)
+        heads = heads_fit(layout.heads, sharing) and kv_heads_fit(layout.kv_heads, sharing)
+        made = changed(is_open, {ENGINE: gpus})
+        if gpus <= layout.engine_gpus or not heads or not is_sound(made):
+            continue
+        try:
+            plan = choose(made, architecture, compare=False).taken.plan
+        except (RllaunchError, ValueError):
+            continue
+        flag = f"--rollout-num-gpus-per-engine {gpus}"
+        if plan.sizes.gpu["kv_cache"] and plan.fits:
+            return f"{flag} leaves room: its weights are {gib(plan.sizes.gpu['weights'])} a GPU"
+        if plan.sizes.gpu["kv_cache"] and not with_room:
+            with_room = f"{flag} leaves room for a KV cache, though the launch does not fit then; {_search(resolved)}"
+    return (
+        with_room
+        or f"no number of GPUs per engine that these nodes allow has room for the weights; {_search(resolved)}"
+    )
 
 
 def _check_mirror(resolved: Resolved) -> Iterator[Finding]:
