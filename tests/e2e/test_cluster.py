@@ -50,7 +50,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_a_cluster_that_runs_is_joined_and_left_running(cluster: str, tmp_path: Path):
-    mine = [p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")]
+    # Not those of a session that an earlier test of this process has joined.
+    port = cluster.rpartition(":")[2]
+    ray_processes = [p for p in psutil.Process().children(recursive=True) if p.name() in ("raylet", "gcs_server")]
+    mine = [p for p in ray_processes if any(port in word for word in p.cmdline())]
     assert len(mine) == 2
     run = finish(
         start(tmp_path / "run", "--num-rollout", "2", cwd=tmp_path, env={"RAY_ADDRESS": cluster, **CLUSTER_ENV}),
