@@ -27,7 +27,7 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     name = resolved.config.model.hf_checkpoint
     if not name or not _is_path(name):
         return
-    directory, fix = Path(name), "--hf-checkpoint with a directory that has one, or a name at the hub"
+    directory, fix = Path(name), "--hf-checkpoint with a directory of config.json and weights, or a name at the hub"
     if not directory.is_dir():
         yield RULE.error(resolved, f"there is no directory {name}", [CHECKPOINT], fix)
         return
