@@ -154,7 +154,7 @@ def _show(resolved: Resolved, choice: Choice) -> None:
     taken = choice.taken
     console.data(f"{_heading(resolved, choice)}: {verdict(taken.plan)}")
     console.data(f"  {taken.label}")
-    if told := _told_speeds(resolved, taken.plan.options):
+    for told in _told_speeds(resolved, taken.plan.options):
         console.data(f"  {told}")
     rows = []
     for tier in TIERS:
@@ -208,18 +208,18 @@ def _show(resolved: Resolved, choice: Choice) -> None:
 _SPEEDS = {"hardware.host_link_bytes_per_second": "host link", "hardware.host_pin_bytes_per_second": "fresh pages"}
 
 
-def _told_speeds(resolved: Resolved, options: HandoffOptions) -> str:
-    """`host link 55.3 GB/s (measured …)`: the speeds that the seconds come from, and who says so; empty where no
+def _told_speeds(resolved: Resolved, options: HandoffOptions) -> list[str]:
+    """`host link 55.3 GB/s (measured …)`: the speeds that the seconds come from, and who says so; none where no
     seconds are of a machine."""
     told = []
     for key, name in _SPEEDS.items():
         rate, origin = resolved.value(key), resolved.origin(key)
         if rate is not None and resolved.config.trainer.backend != "embedded":
             told.append(f"{name} {rate / 1e9:.1f} GB/s ({origin.fact_source or origin.source})")
-    if told:
-        speed = update_speed(resolved.config, options).value
-        told.append(f"updates {speed / 1e9:.1f} GB/s (assumed, as on one H200)")
-    return "; ".join(told)
+    if not told:
+        return []
+    speed = update_speed(resolved.config, options).value
+    return ["; ".join(told), f"updates {speed / 1e9:.1f} GB/s (assumed, as on one H200)"]
 
 
 def _link_json(resolved: Resolved) -> dict[str, Any]:
