@@ -94,6 +94,9 @@ class EnvironmentProblem(RllaunchError):
     exit_code = EXIT_ENVIRONMENT
 
 
+RESUME = "--resume goes on from the last checkpoint, if there is one"
+
+
 class RunError(RllaunchError):
     """The run failed after it started."""
 

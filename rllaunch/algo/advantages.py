@@ -8,6 +8,7 @@ so padding may hold anything, NaN included, and comes back as 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -153,3 +154,11 @@ def whiten_from_moments(x_BT: Tensor, mask_BT: Tensor, moments: Moments, *, eps:
 def whiten(x_BT: Tensor, mask_BT: Tensor, *, eps: float = 1e-8) -> Tensor:
     """`x_BT` with mean 0 and variance 1 over the mask of this rank alone, [B, T]; 0 outside the mask."""
     return whiten_from_moments(x_BT, mask_BT, masked_moments(x_BT, mask_BT), eps=eps)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A critic's values before the first step, and the returns to fit them to."""
+
+    value_BL: Tensor
+    return_BL: Tensor

@@ -85,10 +85,9 @@ def advise(
 def _levers(resolved: Resolved, architecture: Architecture, choice: Choice) -> Iterator[dict[str, Any]]:
     """What may be set by hand to hold less, the lightest change first."""
     config, options = resolved.config, choice.taken.plan.options
-    may_be_gpu = options.offload_train and options.offload_rollout and not (options.critic or options.lora)
     # What somebody set of the copies and the update may not go with the other order.
     open_again = {key: "auto" for key in (BUFFERS, UPDATE_FROM) if resolved.is_set(key)}
-    if options.order == "cpu" and may_be_gpu:
+    if options.order == "cpu" and options.may_be_gpu_order:
         yield {ORDER: "gpu", **open_again}
     if options.order == "gpu":
         yield {ORDER: "cpu", **open_again}

@@ -110,6 +110,11 @@ class HandoffOptions:
     def weights_mode(self) -> Weights:
         return self.engine_weights if self.releases_weights else "resident"
 
+    @property
+    def may_be_gpu_order(self) -> bool:
+        """Whether `gpu` order could run these offloads and models."""
+        return self.offload_train and self.offload_rollout and not (self.critic or self.lora)
+
     def illegal(self) -> tuple[str, ...]:
         """Why no schedule exists for these options; empty when one does."""
         reasons = []

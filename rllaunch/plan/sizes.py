@@ -550,8 +550,7 @@ class _Engine:
         self.config = config
         self.arch = architecture
         self.tp = config.rollout.rollout_num_gpus_per_engine
-        self.attention_tp = self.tp // config.sglang.dp_size if config.sglang.enable_dp_attention else self.tp
-        self.attention_tp = max(1, self.attention_tp)
+        self.attention_tp = max(1, self.tp // config.sglang.attention_dp)
         self.notes: list[str] = []
 
     def regions(self) -> dict[Region, int]:

@@ -360,6 +360,11 @@ class SGLang(PassThrough):
     enable_dp_attention: Annotated[bool, Flag("--sglang-enable-dp-attention")] = False
     """Attention runs data parallel inside an engine."""
 
+    @property
+    def attention_dp(self) -> int:
+        """Groups of an engine's GPUs that attend to requests of their own."""
+        return self.dp_size if self.enable_dp_attention else 1
+
 
 class Megatron(PassThrough):
     """Further options of Megatron-core, under Megatron's names; all of them pass through."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rllaunch.errors import ConfigError, DataError, RunError
+from rllaunch.errors import RESUME, ConfigError, DataError, RunError
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -144,7 +144,7 @@ def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
         raise RunError(
             f"the reward function raised {type(err).__name__}: {err}",
             (*shown, f"at {frame.filename}:{frame.lineno} in {frame.name}"),
-            "correct the function; --resume goes on from the last checkpoint, if there is one",
+            f"correct the function; {RESUME}",
         ) from None
     try:
         number = float(value)
@@ -154,7 +154,7 @@ def score(reward: Reward, name: str, prompt: Prompt, response: str) -> float:
         raise RunError(
             f"the reward function returned {value!r}, not a finite number",
             shown,
-            "correct the function; --resume goes on from the last checkpoint, if there is one",
+            f"correct the function; {RESUME}",
         )
     return number
 

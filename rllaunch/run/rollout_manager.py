@@ -26,7 +26,7 @@ from rllaunch.backends.base import (
     TrainBatch,
     fullest,
 )
-from rllaunch.errors import RunError
+from rllaunch.errors import RESUME, RunError
 from rllaunch.plan.handoff import ENGINE_REGIONS, Region
 from rllaunch.run.data import Prompt, Reward, load_reward, score
 from rllaunch.run.engines import ActorEngine, answers, call
@@ -278,11 +278,7 @@ class RolloutManager:
         if self.released:
             raise RunError(f"generate while {', '.join(sorted(self.released))} is offloaded", "", "onload first")
         if self.health.failed:
-            raise RunError(
-                self.health.failed,
-                "",
-                "see the engine's log; --resume goes on from the last checkpoint, if there is one",
-            )
+            raise RunError(self.health.failed, "", f"see the engine's log; {RESUME}")
 
     def _prompts_of(self, rollout_id: int) -> list[Prompt]:
         """The next prompts of an endless sequence of shuffled epochs; depends on nothing but its number."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rllaunch.errors import RllaunchError, RunError
-
-_RESUME = "--resume goes on from the last checkpoint, if there is one"
+from rllaunch.errors import RESUME, RllaunchError, RunError
 
 
 def own(err: RllaunchError) -> RllaunchError:
@@ -39,12 +37,12 @@ def told(who: str = "a worker process") -> Iterator[None]:
         raise RunError(
             f"a worker failed: {type(cause).__name__}: {cause}",
             [line.strip() for line in trace[-4:-1]],
-            _RESUME,
+            RESUME,
         ) from err
     except (ActorDiedError, RayActorError) as err:
         lines = [line.strip() for line in str(err).strip().splitlines() if line.strip()]
         raise RunError(
             f"{who} died",
             list(dict.fromkeys([*lines[:3], *lines[-2:]])),
-            f"was it killed for memory? `dmesg` and Ray's session log know; {_RESUME}",
+            f"was it killed for memory? `dmesg` and Ray's session log know; {RESUME}",
         ) from None

@@ -10,16 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rllaunch.algo.advantages import Judgement
 from rllaunch.backends.base import LaunchContext, TrainBatch
 from rllaunch.backends.embedded.layout import Layout, lay_out
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A critic's values before the first step, and the returns to fit them to."""
-
-    value_BL: Tensor
-    return_BL: Tensor
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from rllaunch.algo.advantages import group_advantages
+from rllaunch.algo.advantages import Judgement, group_advantages
 from rllaunch.backends.base import TrainBatch
 from rllaunch.backends.megatron.context import moved, positions_here
 from rllaunch.backends.megatron.dealing import Part, Share, deal, round_up
 from rllaunch.resolve.schema import LaunchConfig
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A critic's values before the first step, and the returns to fit them to."""
-
-    value_BL: Tensor
-    return_BL: Tensor
 
 
 @dataclass(frozen=True)

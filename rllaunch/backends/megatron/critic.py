@@ -14,9 +14,9 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from rllaunch.algo.advantages import outcome_advantages
+from rllaunch.algo.advantages import Judgement, outcome_advantages
 from rllaunch.algo.losses import aggregate, value_loss
-from rllaunch.backends.megatron.batch import Judgement, MicroBatch, Work
+from rllaunch.backends.megatron.batch import MicroBatch, Work
 from rllaunch.backends.megatron.passes import Figures, of_every_sample, run_passes
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import Entry, entries

@@ -221,14 +221,16 @@ def _check_fraction(resolved: Resolved) -> Iterator[Finding]:
 def _wider_engine(resolved: Resolved) -> str:
     """The fewest GPUs per engine with which its weights leave room for a KV cache, told as a flag: of those with which
     the launch fits, if there is one."""
-    layout, config, architecture = layout_of(resolved), resolved.config, architecture_of(resolved)
-    dp = config.sglang.dp_size if config.sglang.enable_dp_attention else 1
+    layout, architecture = layout_of(resolved), architecture_of(resolved)
+    dp = resolved.config.sglang.attention_dp
     is_open, with_room = reopened(resolved), ""
     for gpus in divisors(layout.rollout_gpus or layout.world):
         sharing = max(1, gpus // dp)
         heads = heads_fit(layout.heads, sharing) and kv_heads_fit(layout.kv_heads, sharing)
+        if gpus <= layout.engine_gpus or not heads:
+            continue
         made = changed(is_open, {ENGINE: gpus})
-        if gpus <= layout.engine_gpus or not heads or not is_sound(made):
+        if not is_sound(made):
             continue
         try:
             plan = choose(made, architecture, compare=False).taken.plan

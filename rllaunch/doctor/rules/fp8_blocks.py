@@ -30,9 +30,8 @@ class _Ranks:
 
 
 def _ranks(config: LaunchConfig, engine: int, ep: int) -> _Ranks:
-    dp = config.sglang.dp_size if config.sglang.enable_dp_attention else 1
     dense = (config.sglang.model_extra or {}).get("moe_dense_tp_size") or engine
-    return _Ranks(max(1, engine // dp), int(dense), max(1, engine // ep))
+    return _Ranks(max(1, engine // config.sglang.attention_dp), int(dense), max(1, engine // ep))
 
 
 def _misfits(model: Architecture, ranks: _Ranks) -> Iterator[tuple[str, int, int]]:
@@ -67,11 +66,10 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     model = _model(config.model.architecture)
     if config.rollout.backend != "sglang" or config.rollout.dtype != "fp8" or model is None:
         return
-    if block_fp8.refusal_of(config) is not None:
-        return  # whatever the blocks are
     engine, ep = config.rollout.rollout_num_gpus_per_engine, config.sglang.ep_size
     found = next(_misfits(model, _ranks(config, engine, ep)), None)
-    if found is None:
+    # Engines that are refused anyway want no other layout. Asked last: it may read the checkpoint's config.json.
+    if found is None or block_fp8.refusal_of(config) is not None:
         return
     name, features, shared = found
     part = f"{features / shared:g}" + (f" of {features}" if shared > 1 else "")

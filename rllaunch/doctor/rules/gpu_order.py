@@ -57,12 +57,11 @@ def _check_update(resolved: Resolved) -> Iterator[Finding]:
     options, handoff = options_of(resolved.config), resolved.config.handoff
     # `auto` takes gpu order here, where that is legal.
     if handoff.colocate_memory_peak_device == "cpu" and handoff.offload_train and options.update_from == "gpu":
-        may_be_gpu = options.offload_rollout and not (options.critic or options.lora)
         yield UPDATE.error(
             resolved,
             "in cpu order the trainer has left the GPU when the engines are updated",
             [PEAK, UPDATE_FROM],
-            either("--update-weights-from auto", IN_GPU_ORDER if may_be_gpu else ""),
+            either("--update-weights-from auto", IN_GPU_ORDER if options.may_be_gpu_order else ""),
         )
 
 

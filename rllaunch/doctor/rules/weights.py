@@ -28,7 +28,6 @@ def _check_shared(resolved: Resolved) -> Iterator[Finding]:
     # `auto` chooses a legal order by itself.
     is_cpu_order = resolved.config.handoff.colocate_memory_peak_device == "cpu"
     if is_cpu_order and options.offload_train and options.buffers == "shared" and options.has_mirror:
-        is_gpu_legal = not (options.critic or options.lora) and options.offload_rollout
         yield SHARED.error(
             resolved,
             "in cpu order the engine's mirror and the trainer's backup are on the host together, "
@@ -36,7 +35,7 @@ def _check_shared(resolved: Resolved) -> Iterator[Finding]:
             ["handoff.colocate_memory_peak_device", "handoff.offload_train_buffers", WEIGHTS],
             either(
                 "--offload-train-buffers retained",
-                "--colocate-memory-peak-device gpu" if is_gpu_legal else "",
+                "--colocate-memory-peak-device gpu" if options.may_be_gpu_order else "",
             ),
         )
 
