@@ -11,6 +11,7 @@ import pytest
 from rllaunch.testing.project import Result, clean_environment, run_command
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # as in `ray_session`: no test starts a Ray by a call too late
 
 
 @pytest.fixture(autouse=True)

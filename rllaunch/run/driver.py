@@ -311,6 +311,8 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
     os.environ.setdefault("RAY_worker_niceness", "0")
     # The warning that a future Ray will hide GPUs from workers without one; nothing here depends on it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A call without a Ray, after one was lost or shut down, is an error; it would start another on this machine.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import ray
 
     local = address in ("", "local")

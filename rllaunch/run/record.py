@@ -99,7 +99,7 @@ class RunDirectory:
         return [f"{name} was {was[name]}, is {now.get(name)}" for name in was if was[name] != now.get(name)]
 
     def _take(self) -> None:
-        """Hold the directory until this process ends; BlockingIOError if another one does."""
+        """Hold the directory until `close` or the end of this process; BlockingIOError if another one does."""
         self._lock = (self.path / ".lock").open("ab")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -138,6 +138,11 @@ class RunDirectory:
             if stream:
                 stream.close()
         self._tell("on_end", summary)
+        if self._lock:
+            # Closing it would not do while a process that is being started still has a copy of the descriptor.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            self._lock.close()
+            self._lock = None
 
     def _tell(self, moment: str, row: Mapping[str, Any]) -> None:
         for label, observer in list(self.observers):

@@ -134,6 +134,7 @@ def launch(cluster: None, tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for one in made:
+        one.manager.health.stop()
         one.end()
 
 
