@@ -335,7 +335,7 @@ def _find(plugins: Plugins, name: str, kind: str, *, merged: bool = True) -> Pro
         raise UsageError(f"{name!r} is {' and '.join(p.kind for p in matches)}", "", "say which with --kind")
     hint = nearest_profile(name, [p for p in store.profiles if p.kind in kinds])
     hint = hint or "`rllaunch profiles list` shows them all"
-    raise ConfigError(f"unknown profile {name!r}", store.why_not(name), f"{hint}; {FIND}")
+    raise ConfigError(f"unknown profile {name!r}", store.why_not(name), f"{hint} ({FIND})")
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

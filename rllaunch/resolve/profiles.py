@@ -385,7 +385,7 @@ class ProfileStore:
             fix = f"a profile goes by its name, which its file gives: --{kind} {file.stem} --profile-dir {file.parent}"
             raise ConfigError(f"a file is no name of a {kind} profile: {name}", where, fix)
         hint = nearest_profile(name, self.of_kind(kind)) or f"known: {', '.join(p.name for p in self.of_kind(kind))}"
-        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *self.why_not(name)], f"{hint}; {FIND}")
+        raise ConfigError(f"unknown {kind} profile {name!r}", [where, *self.why_not(name)], f"{hint} ({FIND})")
 
     def merged(self, profile: Profile) -> Profile:
         """The profile, whether or not it is one of these, with what it extends merged in.

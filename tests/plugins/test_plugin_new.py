@@ -168,7 +168,7 @@ def test_the_first_code_that_nobody_has_is_taken(guest, rllaunch: Any):
         (("Acme",), EXIT_USAGE, "error: 'Acme' cannot be the name of a plugin\n"),
         (("acme/../x",), EXIT_USAGE, "error: 'acme/../x' cannot be the name of a plugin\n"),
         (("rllaunch",), EXIT_USAGE, "error: 'rllaunch' cannot be the name of a plugin\n"),
-        (("acme", "--extends", "H2000"), EXIT_CONFIG, "error: unknown hardware profile 'H2000'\n  --extends\nhint: did you mean 'H200'?; a file of yours is found in ./profiles or with --profile-dir DIR\n"),
+        (("acme", "--extends", "H2000"), EXIT_CONFIG, "error: unknown hardware profile 'H2000'\n  --extends\nhint: did you mean 'H200'? (a file of yours is found in ./profiles or with --profile-dir DIR)\n"),
         (("acme", "--profile", "h100"), EXIT_USAGE, "error: hardware profile 'h100' is taken by rllaunch "),
         (("acme", "--profile", "../x"), EXIT_USAGE, "error: '../x' cannot be the name of a profile\n"),
         (("acme", "--rule", "RL301"), EXIT_USAGE, "error: 'RL301' is no code of a plugin's rule\n"),

@@ -377,7 +377,7 @@ def test_what_is_no_profile_is_told_in_one_error(rllaunch: Any, tmp_path: Path):
     result = rllaunch("profiles", "check", "H10O")
     assert (result.code, result.err) == (
         3,
-        "error: unknown profile 'H10O'\nhint: did you mean 'H100'?; a file of yours is found in ./profiles or with --profile-dir DIR\n",
+        "error: unknown profile 'H10O'\nhint: did you mean 'H100'? (a file of yours is found in ./profiles or with --profile-dir DIR)\n",
     )
     assert rllaunch("profiles", "check").code == 2
     assert rllaunch("profiles", "check", "H100", "--all").code == 2

@@ -174,7 +174,7 @@ def test_a_file_in_place_of_a_name_is_told_how_it_is_found(rllaunch: Any, tmp_pa
         "  --hardware elsewhere/ws2.toml\n"
         "hint: a profile goes by its name, which its file gives: --hardware ws2 --profile-dir elsewhere\n",
     )
-    assert "a file of yours is found in ./profiles or with --profile-dir DIR\n" in rllaunch(*plan, "ws2").err
+    assert "(a file of yours is found in ./profiles or with --profile-dir DIR)\n" in rllaunch(*plan, "ws2").err
     assert rllaunch(*plan, "ws2", "--profile-dir", "elsewhere").code == 0
     (tmp_path / "profiles").mkdir()
     assert len(rllaunch("profiles", "new", "ws3", "--from", "H100").err.splitlines()) == 1

@@ -231,9 +231,9 @@ def test_every_key_says_what_it_means():
 
 MISTAKES = [
     (("--model", "dsv5", "--hardware", "GB300"), 3,
-     "error: unknown model profile 'dsv5'\n  --model dsv5\nhint: did you mean 'dsv4'?; a file of yours is found in ./profiles or with --profile-dir DIR\n"),
+     "error: unknown model profile 'dsv5'\n  --model dsv5\nhint: did you mean 'dsv4'? (a file of yours is found in ./profiles or with --profile-dir DIR)\n"),
     (("--model", "tiny", "--hardware", "GB30"), 3,
-     "error: unknown hardware profile 'GB30'\n  --hardware GB30\nhint: did you mean 'GB300'?; a file of yours is found in ./profiles or with --profile-dir DIR\n"),
+     "error: unknown hardware profile 'GB30'\n  --hardware GB30\nhint: did you mean 'GB300'? (a file of yours is found in ./profiles or with --profile-dir DIR)\n"),
     ((*TINY, "--rollout-batch-sise", "3"), 2,
      "error: unknown flag --rollout-batch-sise\nhint: did you mean '--rollout-batch-size'?\n"),
     ((*TINY, "--set", "rollout.rollout_batchsize=3"), 3,
