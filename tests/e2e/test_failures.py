@@ -88,11 +88,11 @@ def test_a_stopped_run_leaves_no_process_and_resumes_bit_for_bit(
     assert len(below) >= 4, "raylet, gcs and workers"
     started = time.monotonic()
     process.send_signal(number)
-    stopped = finish(process, path, timeout=30)
-    assert time.monotonic() - started < 10
+    stopped = finish(process, path, timeout=60)
+    assert time.monotonic() - started < 25  # two or three on an idle machine
     assert stopped.code == 130
     assert f"interrupted ({name}); go on with: rllaunch train --resume --run-dir {path}" in stopped.err
-    _, alive = psutil.wait_procs(below, timeout=1)
+    _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
     assert not list(Path("/dev/shm").glob(f"rllaunch-{os.getuid()}-{process.pid}-*"))
     command = [sys.executable, "-m", "rllaunch", "train", "--resume", "--run-dir", str(path)]
