@@ -19,6 +19,7 @@ from rllaunch.doctor.finding import Finding
 from rllaunch.doctor.rules.run_dir import check_run_dir
 from rllaunch.errors import EXIT_CONFIG, EXIT_INTERRUPTED, RllaunchError, UsageError
 from rllaunch.pipeline import Launch, launch, only_here, resolved_json, soundness
+from rllaunch.resolve.checkpoint import why_random
 from rllaunch.resolve.resolve import Request, Setting
 from rllaunch.resolve.secrets import HIDDEN, is_secret_name
 from rllaunch.run.data import load_task
@@ -95,6 +96,8 @@ def train(
     if findings:
         console.say(render(findings))
     console.say(_headline(made))
+    if not resume and (why := why_random(made.resolved)):
+        console.say(f"random weights: {why}")
     from rllaunch.run.signals import interruptible
     from rllaunch.run.start import longest_prompt, start
 

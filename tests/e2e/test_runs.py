@@ -30,6 +30,7 @@ def test_a_run_leaves_what_the_readme_says(train: Callable[..., Any]):
         )
     assert ["eval_exact_match" in row for row in run.metrics] == [False, True, False, True]
     assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["rollout_000001", "rollout_000003"]
+    assert "\nrandom weights: tiny has no checkpoint\n" in run.err
     assert "finished 4 rollouts" in run.err
     assert "memory as planned, to the byte" in run.err
 
