@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import a_run_of, finish, small_checkpoint, start
 
 SHORT = ("--num-rollout", "4", "--eval-interval", "2", "--save-interval", "2")
 GPU = ("--colocate-memory-peak-device", "gpu")
@@ -33,6 +35,17 @@ def test_a_run_leaves_what_the_readme_says(train: Callable[..., Any]):
     assert "\nrandom weights: tiny has no checkpoint\n" in run.err
     assert "finished 4 rollouts" in run.err
     assert "memory as planned, to the byte" in run.err
+
+
+def test_an_export_has_the_tokenizer_of_the_checkpoint_that_training_started_from(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    small_checkpoint(tmp_path / "model")
+    run = finish(start(tmp_path / "run", *a_run_of(tmp_path / "model"), cwd=tmp_path), tmp_path / "run")
+    assert run.code == 0, run.err
+    assert "random weights" not in run.err
+    exported = AutoTokenizer.from_pretrained(run.path / "checkpoints" / "rollout_000000" / "hf")
+    assert exported("abc=")["input_ids"] == [3, 4, 5, 2]
 
 
 def test_events_are_the_schedule_step_by_step(train: Callable[..., Any]):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rllaunch.errors import ConfigError, DataError
 from rllaunch.resolve.schema import LaunchConfig
+
+_log = logging.getLogger(__name__)
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NUM_SPECIAL = 3
@@ -118,6 +121,23 @@ def load_tokenizer(config: LaunchConfig, vocabulary: str) -> Tokenizer:
 
     with loading("a tokenizer", checkpoint):
         return CheckpointTokenizer(AutoTokenizer.from_pretrained(checkpoint))
+
+
+def tokenizer_to_export(config: LaunchConfig, vocabulary: str) -> Any:
+    """transformers' tokenizer of the checkpoint that training starts from, which goes with the trained weights.
+
+    None for a character vocabulary, which transformers has no tokenizer for, and where none loads: no checkpoint is
+    lost for it, and where a run samples with it that is an error.
+    """
+    if vocabulary or not config.model.hf_checkpoint:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
+    except (OSError, ValueError) as err:
+        _log.warning("exports of this run have no tokenizer: %s", err)
+        return None
 
 
 @contextmanager
