@@ -11,21 +11,34 @@ from typing import Any
 from rllaunch.backends.base import MemoryReading
 from rllaunch.console import say, wants_colour
 from rllaunch.resolve.schema import LaunchConfig
-from rllaunch.units import gib
+from rllaunch.units import count, gib
 
 LINE_EVERY_SECONDS = 2.0
 
 
 class PlainWatcher:
-    """A line every few seconds, on every evaluation and at the end: for logs and pipes."""
+    """A line every few seconds, on every evaluation and at the end: for logs and pipes.
 
-    def __init__(self, config: LaunchConfig, tell: Callable[[str], None] = say) -> None:
+    Args:
+        parameters: of the model, told when the trainer is up; None where that is not known.
+    """
+
+    def __init__(self, config: LaunchConfig, tell: Callable[[str], None] = say, parameters: int | None = None) -> None:
         self.total = config.run.num_rollout
         self.tell = tell
         self._last = 0.0
+        size = f": {count(parameters)} parameters" if parameters is not None else ""
+        # What of a start takes long enough to be waited for.
+        self._start_up = {"trainer.init": f"the trainer is up{size}", "update_weights": "the engines have its weights"}
+        self._began = 0.0
 
     def step(self, name: str, rollout_id: int | None, memory: MemoryReading | None) -> None:
-        pass
+        if rollout_id is not None:
+            return
+        if memory is None:
+            self._began = time.monotonic()
+        elif name in self._start_up:
+            self.tell(f"{self._start_up[name]} ({time.monotonic() - self._began:.1f} s)")
 
     def rollout(self, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -111,10 +124,14 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 @contextmanager
-def watching(config: LaunchConfig) -> Iterator[PlainWatcher | LiveWatcher]:
-    """The watcher that suits stderr."""
+def watching(config: LaunchConfig, parameters: int | None) -> Iterator[PlainWatcher | LiveWatcher]:
+    """The watcher that suits stderr.
+
+    Args:
+        parameters: as `PlainWatcher` takes them.
+    """
     if not sys.stderr.isatty():
-        yield PlainWatcher(config)
+        yield PlainWatcher(config, parameters=parameters)
         return
     watcher = LiveWatcher(config)
     with watcher.live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,22 @@ def test_a_run_leaves_what_the_readme_says(train: Callable[..., Any]):
         )
     assert ["eval_exact_match" in row for row in run.metrics] == [False, True, False, True]
     assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["rollout_000001", "rollout_000003"]
-    assert "\nrandom weights: tiny has no checkpoint\n" in run.err
+    assert told_before_the_first_rollout(run.err) == [
+        "random weights: tiny has no checkpoint",
+        "starting Ray on this machine",
+        "starting 1 trainer rank and the rollout engines",
+        "the rollout engines are up (N s)",
+        "the trainer is up: 75.9 k parameters (N s)",
+        "the engines have its weights (N s)",
+    ]
     assert "finished 4 rollouts" in run.err
     assert "memory as planned, to the byte" in run.err
+
+
+def told_before_the_first_rollout(err: str) -> list[str]:
+    """Lines between the headline and the first rollout's, with N for each number of seconds."""
+    lines = err[err.index("tiny on ") : err.index("\nrollout 1/")].splitlines()[1:]
+    return [re.sub(r"\d+\.\d s", "N s", line) for line in lines]
 
 
 def test_an_export_has_the_tokenizer_of_the_checkpoint_that_training_started_from(tmp_path: Path):
