@@ -193,6 +193,16 @@ def test_a_dry_run_tells_what_this_machine_lacks_and_does_not_fail_for_it(rllaun
     assert not {f["code"] for f in answer["this_machine"]} & {f["code"] for f in answer["findings"]}
 
 
+@pytest.mark.parametrize("name", ["./gone", "/not/here/gone", "~/gone", "org/model/part", "org/model"])
+def test_what_reads_as_a_path_is_one_for_models_and_checkpoints_alike(rllaunch: Any, name: str):
+    is_path = name != "org/model"
+    as_model = rllaunch("resolve", "--model", name, "--hardware", "cpu")
+    assert as_model.code == 3
+    assert ("model configuration does not exist" in as_model.err) is is_path
+    findings = rllaunch("doctor", *DSV4, "--hf-checkpoint", name, "--json").json()["findings"]
+    assert ("RL346" in {f["code"] for f in findings}) is is_path
+
+
 def test_a_dry_run_of_an_unsound_launch_does_not_look_at_the_machine(rllaunch: Any):
     result = rllaunch("train", *DSV4, "--lora-rank", "16", "--dry-run", "--json")
     assert result.code == 3
