@@ -1,8 +1,9 @@
-"""Draws what `handoff_gpu.py --json` measured: seconds of a handoff by step, and the host copies it holds.
+"""Draws what `handoff_gpu.py --json` measured: seconds of a handoff, and the host copies that each way of it holds.
 
 python benchmarks/draw_handoff.py benchmarks/results/2026-11-30-{handoff,update}-h200.json 4b docs/handoff-h200.png
 
-Of several files, and of several runs in one, the last that has a way of handing over is drawn.
+The ways in `WAYS`, which differ; the tables beside the JSON have all that were measured. Of several files, and of
+several runs in one, the last that has a way is drawn.
 """
 
 from __future__ import annotations
@@ -17,56 +18,68 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STEPS = {
-    "trainer.onload": ("trainer in", "#1f6fb4"),
-    "trainer.offload": ("trainer out", "#7fb3dd"),
-    "engine.offload_weights": ("engine weights out", "#c8601a"),
-    "engine.onload_weights": ("engine weights in", "#efab78"),
-    "update_weights": ("weight update", "#3d8a4f"),
+# Backend, buffers, engine weights, order, where an update reads → how the row is called.
+WAYS = {
+    ("torch_memory_saver", "fresh", "mirror", "cpu", "host"): "torch_memory_saver as it comes, with a mirror",
+    ("arena", "fresh", "mirror", "cpu", "host"): "fresh buffers, with a mirror",
+    ("arena", "fresh", "discard", "cpu", "host"): "fresh buffers",
+    ("arena", "retained", "mirror", "cpu", "host"): "retained buffers, with a mirror",
+    ("arena", "shared", "mirror", "gpu", "host"): "shared buffer, gpu order, with a mirror",
+    ("arena", "retained", "discard", "cpu", "host"): "retained buffers (the default)",
+    ("arena", "retained", "discard", "gpu", "gpu"): "retained buffers, gpu order: update from the GPU",
 }
-OTHER = ("KV cache and graphs", "#9a9aa5")
+PARTS = (
+    ("trainer out", ("trainer.offload",), "#7fb3dd"),
+    ("trainer in", ("trainer.onload",), "#1f6fb4"),
+    ("engine weights, their mirror", ("engine.offload_weights", "engine.onload_weights"), "#e08f4f"),
+    ("update", ("update_weights",), "#3d8a4f"),
+)
+REST = "#9a9aa5"
+HELD = "#b9b3d6"
 
 
-def label(row: dict[str, Any]) -> str:
-    who = "torch_memory_saver" if row["backend"] == "torch_memory_saver" else "rllaunch arena"
-    source = ", update from host" if row["order"] == "gpu" and row.get("update_from", "host") == "host" else ""
-    return f"{who}, {row['buffers']}, {row['engine_weights']}, {row['order']} order{source}"
+def way(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["backend"], row["buffers"], row["engine_weights"], row["order"], row.get("update_from", "host")
 
 
 def draw(rows: list[dict[str, Any]], target: Path) -> None:
-    latest = {label(row): row for row in rows}
-    rows = sorted(latest.values(), key=lambda row: row["sum"], reverse=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 0.42 * len(rows) + 1.7), sharey=True, width_ratios=(3, 2))
-    for y, row in enumerate(rows):
-        start = 0.0
-        rest = row["sum"] - sum(row["seconds"].get(step, 0.0) for step in STEPS)
-        parts = [(row["seconds"].get(step, 0.0), *look) for step, look in STEPS.items()] + [(rest, *OTHER)]
-        for seconds, _, colour in parts:
-            left.barh(y, seconds, left=start, color=colour, height=0.72)
-            start += seconds
-        left.text(start, y, f"  {row['sum']:.1f} s", va="center", fontsize=9)
-        if row["host_gib"] is None:
-            continue
-        right.barh(y, row["host_gib"], color="#b9b3d6", height=0.72)
-        right.plot([row["planned_host_gib"]] * 2, [y - 0.36, y + 0.36], color="#3a2f7a", linewidth=2)
-        right.text(row["host_gib"], y, f"  {row['host_gib']:.1f}", va="center", fontsize=9)
-    left.set_yticks(range(len(rows)), [label(row) for row in rows], fontsize=9)
-    left.set_xlabel("seconds of one handoff, both ways")
-    right.set_xlabel("GiB of host copies (line: planned)")
-    left.set_xlim(0, max(row["sum"] for row in rows) * 1.1)
-    right.set_xlim(0, max(row["host_gib"] or 0.0 for row in rows) * 1.15)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour in (*STEPS.values(), OTHER)]
-    left.legend(handles, [name for name, _ in (*STEPS.values(), OTHER)], fontsize=8, frameon=False, loc="upper right")
-    first = rows[-1]
-    figure.suptitle(
-        f"{first['parameters'] / 1e9:.1f} B parameters on one H200: {first['backup_gib']:.1f} GiB of trainer state, "
-        f"{first['update_gib']:.1f} GiB of engine weights change places",
-        fontsize=11,
+    plt.rcParams.update({"font.size": 11})
+    latest = {way(row): row for row in rows if way(row) in WAYS}
+    rows = sorted(latest.values(), key=lambda row: row["sum"])
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10.5, 0.44 * len(rows) + 1.75), sharey=True, width_ratios=(5, 3), layout="constrained"
     )
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
+    for y, row in enumerate(rows):
+        parts = [(sum(row["seconds"].get(step, 0.0) for step in steps), colour) for _, steps, colour in PARTS]
+        parts.append((row["sum"] - sum(seconds for seconds, _ in parts), REST))
+        start = 0.0
+        for seconds, colour in parts:
+            left.barh(y, seconds, left=start, color=colour, height=0.7)
+            start += seconds
+        left.text(start, y, f" {row['sum']:.1f} s", va="center", fontweight="bold")
+        has_own_mirror = row["engine_weights"] == "mirror" and row["buffers"] != "shared"
+        backup_gib = row["backup_gib"] if has_own_mirror else row["host_gib"]
+        right.barh(y, backup_gib, color=HELD, height=0.7)
+        right.barh(y, row["host_gib"] - backup_gib, left=backup_gib, color=PARTS[2][2], height=0.7)
+        right.text(row["host_gib"], y, f" {row['host_gib']:.1f} GiB", va="center", fontweight="bold")
+    left.set_yticks(range(len(rows)), [WAYS[way(row)] for row in rows])
+    left.set_title("seconds of one handoff", loc="left", fontsize=11)
+    right.set_title("copies on the host", loc="left", fontsize=11)
+    left.set_xlim(0, max(row["sum"] for row in rows) * 1.14)
+    right.set_xlim(0, max(row["host_gib"] for row in rows) * 1.42)
+    for axes in (left, right):
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(left=False)
+        axes.set_xticks([])
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in PARTS]
+    left.legend(handles, [name for name, _, _ in PARTS], fontsize=10, frameon=False, loc="lower right")
+    first = rows[0]
+    figure.suptitle(
+        f"{first['parameters'] / 1e9:.1f} B parameters on one H200: {first['backup_gib']:.0f} GiB of trainer state and "
+        f"{first['update_gib']:.1f} GiB of engine weights change places",
+        fontsize=12,
+    )
+    figure.savefig(target, dpi=150)
 
 
 def main() -> None:

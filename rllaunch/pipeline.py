@@ -38,6 +38,17 @@ def soundness(findings: Sequence[Finding]) -> str:
     return "the configuration is sound" + (f", but `rllaunch train` refuses it ({refused})" if refused else "")
 
 
+def only_here(looked: Sequence[Finding], alone: Sequence[Finding]) -> list[Finding]:
+    """Errors that only a look at this machine shows, of a launch that is sound: on another it may start.
+
+    Args:
+        looked: findings of the launch and the machine.
+        alone: findings of the launch alone.
+    """
+    refused_anywhere = {f.code for f in alone} & set(_REFUSED_AT_START)
+    return [f for f in looked if f.level == "error" and f.code not in refused_anywhere]
+
+
 @dataclass(frozen=True)
 class Launch:
     """A resolved launch and what is needed to judge and start it."""

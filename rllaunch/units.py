@@ -1,4 +1,4 @@
-"""Bytes as a person reads and writes them."""
+"""Bytes, and counts of parameters, as a person reads and writes them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ SHOWN_UNITS: tuple[tuple[str, int, int], ...] = (
     ("MiB", 2**20, 1),
     ("KiB", 2**10, 1),
 )
+
+
+def count(number: int) -> str:
+    """A number of parameters as people say it: 284.3 B, 596.0 M, 75.9 k."""
+    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {name}"
+    return str(number)
 
 
 def gib(nbytes: float) -> str:

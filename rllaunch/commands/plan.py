@@ -31,7 +31,7 @@ from rllaunch.plan.fit import fit as search
 from rllaunch.plan.forecast import MemoryPlan, PlannedStep, name_of, update_speed
 from rllaunch.plan.handoff import TIERS, HandoffOptions, Tier
 from rllaunch.resolve.origins import Origin, Resolved
-from rllaunch.units import gib
+from rllaunch.units import count, gib
 
 app = command_app()
 # Of what else there is; the rest is in --json.
@@ -138,16 +138,8 @@ def _to_json(choice: Choice) -> dict[str, Any]:
 def _heading(resolved: Resolved, choice: Choice) -> str:
     config = resolved.config
     nodes, gpus = config.cluster.num_nodes, config.cluster.num_gpus_per_node
-    parameters = _count(choice.taken.plan.sizes.parameters)
+    parameters = count(choice.taken.plan.sizes.parameters)
     return f"{config.model.name} ({parameters} parameters) on {nodes} × {gpus} {config.hardware.name}"
-
-
-def _count(number: int) -> str:
-    """A number of parameters as people say it: 284.3 B, 596.0 M, 75.9 k."""
-    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.1f} {name}"
-    return str(number)
 
 
 def _show(resolved: Resolved, choice: Choice) -> None:

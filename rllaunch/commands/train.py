@@ -18,7 +18,8 @@ from rllaunch.doctor.engine import exit_code, render
 from rllaunch.doctor.finding import Finding
 from rllaunch.doctor.rules.run_dir import check_run_dir
 from rllaunch.errors import EXIT_CONFIG, EXIT_INTERRUPTED, RllaunchError, UsageError
-from rllaunch.pipeline import Launch, launch, resolved_json, soundness
+from rllaunch.pipeline import Launch, launch, only_here, resolved_json, soundness
+from rllaunch.resolve.checkpoint import why_random
 from rllaunch.resolve.resolve import Request, Setting
 from rllaunch.resolve.secrets import HIDDEN, is_secret_name
 from rllaunch.run.data import load_task
@@ -30,7 +31,8 @@ app = command_app()
 def train(
     ctx: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Stop before anything starts: command, environment, schedule.")
+        bool,
+        typer.Option("--dry-run", help="Start nothing: show schedule, environment, command, what this machine lacks."),
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run-dir from its last checkpoint.")
@@ -73,22 +75,29 @@ def train(
             raise typer.Exit(EXIT_CONFIG)
         play(made, rehearse_ranks, as_json=json)
         return
-    if not exit_code(findings) and not dry_run:
+    lacking: list[Finding] | None = None
+    if not exit_code(findings):
         # The machine is looked at once the configuration is sound: only then is it known what it must have.
-        findings = made.findings(probe=True)
+        looked = made.findings(probe=True)
         if resume:
-            findings = [f for f in findings if f.code != "RL504"] + check_run_dir(made.resolved, resume=True)
-    if dry_run and not exit_code(findings):
-        findings += made.task_findings()
+            looked = [f for f in looked if f.code != "RL504"] + check_run_dir(made.resolved, resume=True)
+        if dry_run:
+            lacking = only_here(looked, findings)
+            findings += [f for f in looked if f.level != "error" and f not in findings]
+            findings += made.task_findings()
+        else:
+            findings = looked
     if dry_run or exit_code(findings):
         if json:
-            console.data_json(_dry_json(made, findings))
+            console.data_json(_dry_json(made, findings, lacking))
         else:
-            _show(made, findings, dry_run)
+            _show(made, findings, dry_run, lacking or ())
         raise typer.Exit(exit_code(findings))
     if findings:
         console.say(render(findings))
     console.say(_headline(made))
+    if not resume and (why := why_random(made.resolved)):
+        console.say(f"random weights: {why}")
     from rllaunch.run.signals import interruptible
     from rllaunch.run.start import longest_prompt, start
 
@@ -179,8 +188,12 @@ def _is_own(made: Launch) -> bool:
     return prompts.layer in ("config", "env", "flag") and reward.layer == "task"
 
 
-def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
-    """One screen: what was resolved, what it would do, and what is missing."""
+def _show(made: Launch, findings: Sequence[Finding], dry_run: bool, lacking: Sequence[Finding] = ()) -> None:
+    """One screen: what was resolved, what it would do, and what is missing.
+
+    Args:
+        lacking: for what this machine would refuse a launch that is only looked at.
+    """
     errors = [f for f in findings if f.level == "error"]
     if findings:
         console.tinted_data(render(findings))
@@ -202,6 +215,12 @@ def _show(made: Launch, findings: Sequence[Finding], dry_run: bool) -> None:
             console.data(f"  {name}={value}")
         console.data("command")
         console.data("  " + shlex.join(made.command()))
+        if lacking:
+            console.data("this machine")
+            for finding in lacking:
+                console.data(f"  {finding.code}  {finding.message.splitlines()[0]}")
+            ends = f"`rllaunch train` would end with {exit_code(lacking)}"
+            console.say(f"note: on this machine {ends}; `rllaunch doctor` with the same flags says what to do")
         console.say("dry run: nothing was started" + (f", {soundness(findings)}" if not errors else ""))
     else:
         missing = _count(errors, "thing")
@@ -220,13 +239,15 @@ def _count(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
-def _dry_json(made: Launch, findings: Sequence[Finding]) -> dict[str, object]:
+def _dry_json(made: Launch, findings: Sequence[Finding], lacking: Sequence[Finding] | None) -> dict[str, object]:
     errors = [f for f in findings if f.level == "error"]
     answer: dict[str, object] = {
         "ok": not errors,
         "findings": [f.to_json() for f in findings],
         "command": made.command(),
     }
+    if lacking is not None:
+        answer["this_machine"] = [f.to_json() for f in lacking]
     if not any(f.exit_code == 3 for f in errors):
         answer |= {"environment": _shown_environment(made), "schedule": made.schedule().to_json()}
     return answer

@@ -56,7 +56,7 @@ _TOLD: Mapping[str, tuple[str, str]] = {
     ),
     "RL508": (
         "its launches are resolved, planned and checked, but nothing in this version runs them",
-        "A warning where no machine is looked at: `--no-probe`, `--dry-run`.",
+        "A warning where nothing would be started: `--no-probe`, `--dry-run`.",
     ),
     "RL512": (
         "the trainer builds a model of Megatron-core's layers, tensor by tensor; of a model it does not know, an "

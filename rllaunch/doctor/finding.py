@@ -64,7 +64,8 @@ class Rule:
             environment; unique over all plugins.
         name: a few words, as `rllaunch doctor --explain CODE` heads them.
         reason: why breaking it hurts, with the source of that knowledge.
-        probes: reads the machine (GPUs, Ray, disk, imports); skipped by `--no-probe` and `--dry-run`.
+        probes: reads the machine (GPUs, Ray, disk, imports); skipped by `--no-probe`; a dry run
+            tells what they find and does not fail for it.
         tests_gpu: runs a program on the GPU, which takes seconds; only with `rllaunch doctor --gpu-test`.
         overridable: `--allow CODE` turns its errors into warnings.
         check: what it yields is found; a docstring of it is shown to users by `--explain`.

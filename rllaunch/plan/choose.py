@@ -119,7 +119,7 @@ def choose(resolved: Resolved, architecture: Architecture, *, compare: bool = Tr
     """Price every candidate and take the fastest that fits with the asked headroom.
 
     Args:
-        compare: also price the order that was not asked for.
+        compare: also price what was not asked for: the other order, updates from elsewhere.
     Raises:
         ConfigError: what was set leaves no legal schedule.
 
@@ -134,15 +134,22 @@ def choose(resolved: Resolved, architecture: Architecture, *, compare: bool = Tr
         return sorted(made, key=lambda candidate: _rank(candidate, headroom))
 
     headroom = config.handoff.memory_headroom
-    ordered = priced(_options(resolved))
+    asked = config.handoff.update_weights_from
+    offered = list(_options(resolved, asked))
+    ordered = priced(offered)
     if not ordered:
         reasons = options_of(config).illegal() or ("what was set excludes every schedule",)
-        raise ConfigError(f"no handoff is legal: {'; '.join(reasons)}", resolved.describe(ORDER), "`rllaunch doctor`")
+        where = [resolved.describe(key) for key in (ORDER, UPDATE_FROM) if key == ORDER or resolved.is_set(key)]
+        raise ConfigError(f"no handoff is legal: {'; '.join(reasons)}", where, "`rllaunch doctor`")
     taken, *others = ordered
     lost = [replace(o, why_not=_why_not(o, taken, headroom)) for o in others]
     set_by = f"{ORDER} is set ({resolved.origin(ORDER).source})"
     for other in priced(_other_order(resolved))[:1] if compare else []:
         lost.append(replace(other, why_not=f"{_why_not(other, taken, headroom)}; not open: {set_by}"))
+    if asked != "auto" and config.handoff.colocate_memory_peak_device == "auto" and compare:
+        set_by = f"{UPDATE_FROM} is set ({resolved.origin(UPDATE_FROM).source})"
+        for other in priced(o for o in _options(resolved, "auto") if o not in offered)[:1]:
+            lost.append(replace(other, why_not=f"{_why_not(other, taken, headroom)}; not open: {set_by}"))
     return Choice(taken, tuple(lost))
 
 
@@ -161,8 +168,8 @@ def _placements(resolved: Resolved) -> list[bool]:
     return [False, True] if is_open else [given]
 
 
-def _options(resolved: Resolved) -> Iterator[HandoffOptions]:
-    """Every legal way that what was set leaves open."""
+def _options(resolved: Resolved, update_from: UpdateSource) -> Iterator[HandoffOptions]:
+    """Every legal way that what was set leaves open, with updates from where they are asked for."""
     config, handoff = resolved.config, resolved.config.handoff
     base = options_of(config)
     is_auto = handoff.colocate_memory_peak_device == "auto"
@@ -198,7 +205,7 @@ def _options(resolved: Resolved) -> Iterator[HandoffOptions]:
         )
         if not (train and rollout) and order == "gpu":
             continue
-        yield from _with_sources(options, handoff.update_weights_from)
+        yield from _with_sources(options, update_from)
 
 
 def _with_sources(options: HandoffOptions, asked: UpdateSource) -> Iterator[HandoffOptions]:

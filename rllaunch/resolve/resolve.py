@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rllaunch.errors import ConfigError, UsageError, did_you_mean
 from rllaunch.resolve import user_dirs
+from rllaunch.resolve.checkpoint import has_weights, is_path
 from rllaunch.resolve.links import reached_bytes_per_second
 from rllaunch.resolve.origins import Origin, Resolved
 from rllaunch.resolve.profiles import Profile, flatten
@@ -413,8 +414,7 @@ def _model_profile(name: str, where: str, plugins: Plugins) -> Profile:
     """A model by name, or from the `config.json` of a local directory."""
     path = Path(name).expanduser()
     file = path / "config.json" if path.is_dir() else path
-    looks_like_path = path.is_dir() or name.endswith(".json") or name.startswith((".", "/", "~"))
-    if not looks_like_path:
+    if not is_path(name):
         return plugins.profiles().get("model", name, where)
     text = read_text(file, "model configuration", "give a directory with a config.json, or a model profile's name")
     try:
@@ -444,7 +444,7 @@ def _checkpoint_profile(file: Path, data: Mapping[str, Any]) -> Profile:
         place = f"{file}:{lines.get('quantization_config', 1)}"
         values["rollout.dtype"] = Value("fp8", place, "the checkpoint's quantization_config")
     directory = file.parent.resolve()
-    if any(directory.glob("*.safetensors")):
+    if has_weights(directory):
         values["model.hf_checkpoint"] = Value(str(directory), str(file), "the checkpoint's directory")
     return Profile("model", directory.name, CHECKPOINT, str(file), values, directory=directory)
 

@@ -11,21 +11,44 @@ from typing import Any
 from rllaunch.backends.base import MemoryReading
 from rllaunch.console import say, wants_colour
 from rllaunch.resolve.schema import LaunchConfig
-from rllaunch.units import gib
+from rllaunch.units import count, gib
 
 LINE_EVERY_SECONDS = 2.0
+
+
+class StartUp:
+    """A line for each step of a start that takes long enough to be waited for, with its seconds.
+
+    Args:
+        parameters: of the model, told when the trainer is up; None where that is not known.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = say, parameters: int | None = None) -> None:
+        size = f": {count(parameters)} parameters" if parameters is not None else ""
+        self._lines = {"trainer.init": f"the trainer is up{size}", "update_weights": "the engines have its weights"}
+        self._tell = tell
+        self._began = 0.0
+
+    def step(self, name: str, memory: MemoryReading | None) -> None:
+        """As a watcher is told of it: before a call without memory, after each of its steps with it."""
+        if memory is None:
+            self._began = time.monotonic()
+        elif name in self._lines:
+            self._tell(f"{self._lines[name]} ({time.monotonic() - self._began:.1f} s)")
 
 
 class PlainWatcher:
     """A line every few seconds, on every evaluation and at the end: for logs and pipes."""
 
-    def __init__(self, config: LaunchConfig, tell: Callable[[str], None] = say) -> None:
+    def __init__(self, config: LaunchConfig, start_up: StartUp, tell: Callable[[str], None] = say) -> None:
         self.total = config.run.num_rollout
+        self.start_up = start_up
         self.tell = tell
         self._last = 0.0
 
     def step(self, name: str, rollout_id: int | None, memory: MemoryReading | None) -> None:
-        pass
+        if rollout_id is None:
+            self.start_up.step(name, memory)
 
     def rollout(self, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -53,12 +76,13 @@ def line_of(metrics: Mapping[str, Any], total: int) -> str:
 class LiveWatcher:
     """Progress, reward, phase and memory in place, redrawn a few times a second."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, start_up: StartUp) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.config = config
+        self.start_up = start_up
         self.phase = "start-up"
         self.memory: MemoryReading | None = None
         self.metrics: Mapping[str, Any] = {}
@@ -74,6 +98,8 @@ class LiveWatcher:
     def step(self, name: str, rollout_id: int | None, memory: MemoryReading | None) -> None:
         self.phase = name
         self.memory = memory or self.memory
+        if rollout_id is None:
+            self.start_up.step(name, memory)
 
     def rollout(self, metrics: Mapping[str, Any]) -> None:
         self.metrics = metrics
@@ -111,11 +137,16 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 @contextmanager
-def watching(config: LaunchConfig) -> Iterator[PlainWatcher | LiveWatcher]:
-    """The watcher that suits stderr."""
+def watching(config: LaunchConfig, parameters: int | None) -> Iterator[PlainWatcher | LiveWatcher]:
+    """The watcher that suits stderr.
+
+    Args:
+        parameters: as `StartUp` takes them.
+    """
+    start_up = StartUp(parameters=parameters)
     if not sys.stderr.isatty():
-        yield PlainWatcher(config)
+        yield PlainWatcher(config, start_up)
         return
-    watcher = LiveWatcher(config)
+    watcher = LiveWatcher(config, start_up)
     with watcher.live:
         yield watcher

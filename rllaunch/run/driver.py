@@ -284,7 +284,9 @@ def _start(
         waiting = [manager.start.remote(str(directory / "rollout.log"), arguments, *built)]
         for rank, slot in zip(ranks, slots, strict=True):
             waiting.append(rank.build.remote(context, slot, inputs.trainer.target))
+        began = time.monotonic()
         ray.get(waiting)
+        say(f"the rollout engines are up ({time.monotonic() - began:.1f} s)")
         if not ray.get(ranks[0].sees.remote(str(record.config_file.absolute()))):
             raise EnvironmentProblem(
                 f"the node of trainer rank 0 does not see the run directory {record.path.absolute()}",
@@ -336,12 +338,11 @@ def ray_session(inputs: RunInputs, say: Callable[[str], None]) -> Iterator[None]
                 )
         else:
             ray.init(address=address, **common)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as err:
+    except Exception as err:  # of a Ray that does not come up in time it is no class of its own (2.60)
         first = str(err).splitlines()[0] if str(err) else type(err).__name__
         where = f"RAY_ADDRESS={address}" if not local else "a local Ray"
-        raise EnvironmentProblem(
-            f"Ray cannot be started or joined: {first}", where, "check the address; `ray status`"
-        ) from None
+        fix = "once more where the machine is less busy" if local else "check the address; `ray status`"
+        raise EnvironmentProblem(f"Ray cannot be started or joined: {first}", where, fix) from None
     install_handlers()
     ours = _children()
     try:

@@ -104,7 +104,7 @@ def start(
     for problem in plugins.problems[known:]:
         say(f"warning: {problem.what}")
     try:
-        with watching(config) as watcher:
+        with watching(config, _parameters(resolved)) as watcher:
             progress = run(inputs, record, watcher, say)
         summary |= {
             "status": "finished",
@@ -133,6 +133,17 @@ def _plan(resolved: Resolved, schedule: Schedule) -> PlannedMemory | None:
         return PlannedMemory(schedule, sizes_of(config, architecture_of(resolved)))
     except ConfigError:
         return None  # what cannot be planned is said by the doctor
+
+
+def _parameters(resolved: Resolved) -> int | None:
+    """Of the model, by its architecture's facts; None where they do not say, or another checkpoint may."""
+    config = resolved.config
+    if config.trainer.backend == "embedded" and config.model.hf_checkpoint not in ("", config.model.name):
+        return None
+    try:
+        return architecture_of(resolved).num_parameters
+    except ConfigError:
+        return None
 
 
 def _same_vocabulary(record: RunDirectory, vocabulary: str) -> None:

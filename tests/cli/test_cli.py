@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +164,60 @@ def test_a_dry_run_prints_command_environment_and_schedule_and_exits_0(rllaunch:
     answer = rllaunch("train", *DSV4, "--dry-run", "--json").json()
     assert answer["schedule"]["order"] == "gpu"
     assert [s["name"] for s in answer["schedule"]["init"]][:2] == ["engine.offload_kv", "trainer.init"]
+
+
+def test_a_dry_run_tells_what_this_machine_lacks_and_does_not_fail_for_it(rllaunch: Any):
+    # Eight nodes are on no machine, and paths of a cluster are not on a laptop.
+    words = ("train", *DSV4, "--hf-checkpoint", "/not/here/dsv4", "--data", "not-here.jsonl", "--dry-run")
+    result = rllaunch(*words)
+    assert result.code == 0
+    lacking = result.out.split("\nthis machine\n")[1].splitlines()
+    for line in (
+        "  RL346  there is no directory /not/here/dsv4",
+        "  RL349  the prompt file not-here.jsonl does not exist",
+    ):
+        assert line in lacking
+    assert any(line.startswith("  RL502  the launch needs 8 nodes × 4 GPUs, a local") for line in lacking)
+    assert "error[" not in result.out
+    ends = (
+        "note: on this machine `rllaunch train` would end with 3; `rllaunch doctor` with the same flags says what to do"
+    )
+    assert result.err.splitlines()[-2:] == [
+        ends,
+        "dry run: nothing was started, the configuration is sound, but `rllaunch train` refuses it (RL512, RL513)",
+    ]
+    assert rllaunch(*[word for word in words if word != "--dry-run"]).code == 3, "as it said"
+    answer = rllaunch(*words, "--json").json()
+    assert answer["ok"] is True
+    assert {"RL346", "RL349", "RL502"} <= {f["code"] for f in answer["this_machine"]}
+    assert not {f["code"] for f in answer["this_machine"]} & {f["code"] for f in answer["findings"]}
+
+
+@pytest.mark.parametrize("name", ["./gone", "/not/here/gone", "~/gone", "org/model/part", "org/model"])
+def test_what_reads_as_a_path_is_one_for_models_and_checkpoints_alike(rllaunch: Any, name: str):
+    is_path = name != "org/model"
+    as_model = rllaunch("resolve", "--model", name, "--hardware", "cpu")
+    assert as_model.code == 3
+    assert ("model configuration does not exist" in as_model.err) is is_path
+    findings = rllaunch("doctor", *DSV4, "--hf-checkpoint", name, "--json").json()["findings"]
+    assert ("RL346" in {f["code"] for f in findings}) is is_path
+
+
+def test_a_dry_run_of_an_unsound_launch_does_not_look_at_the_machine(rllaunch: Any):
+    result = rllaunch("train", *DSV4, "--lora-rank", "16", "--dry-run", "--json")
+    assert result.code == 3
+    assert "this_machine" not in result.json()
+    assert rllaunch("train", "--model", "tiny", "--hardware", "cpu", "--dry-run", "--json").json()["this_machine"] == []
+
+
+def test_a_dry_run_of_a_run_that_goes_on_takes_its_directory_for_what_it_is(rllaunch: Any, tmp_path: Path):
+    made = rllaunch("resolve", "--model", "tiny", "--hardware", "cpu", "--json").json()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(made["config"]), encoding="utf-8")
+    new = ("train", "--model", "tiny", "--hardware", "cpu", "--run-dir", "run", "--dry-run", "--json")
+    assert [f["code"] for f in rllaunch(*new).json()["this_machine"]] == ["RL504"]
+    resumed = rllaunch("train", "--resume", "--run-dir", "run", "--dry-run", "--json")
+    assert (resumed.code, resumed.json()["this_machine"]) == (0, [])
 
 
 def test_secrets_never_reach_a_command_line_or_the_environment_table(rllaunch: Any, monkeypatch: pytest.MonkeyPatch):

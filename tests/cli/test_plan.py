@@ -184,6 +184,28 @@ def test_what_else_there_is_says_why_not(rllaunch: Any):
     assert "not open:" in out
 
 
+@pytest.mark.parametrize("more", [("--lora-rank", "8"), ("--advantage-estimator", "ppo")], ids=["LoRA", "critic"])
+def test_a_source_of_updates_that_rules_ways_out_is_named(rllaunch: Any, more: tuple[str, ...]):
+    auto = ("--model", "qwen3-0.6b", "--hardware", "H100", "--colocate-memory-peak-device", "auto", *more)
+    asked = (*auto, "--update-weights-from", "gpu")
+    *open_ones, ruled_out = rllaunch("plan", *asked, "--json").json()["alternatives"]
+    assert not any("not open" in other["why_not"] for other in open_ones)
+    assert ruled_out["why_not"].endswith("; not open: handoff.update_weights_from is set (--update-weights-from gpu)")
+    assert ruled_out["update_from"] == "host"
+    alternatives = rllaunch("plan", *auto, "--json").json()["alternatives"]
+    assert not any("not open" in other["why_not"] for other in alternatives)
+    for command in (("doctor", "--no-probe"), ("train", "--dry-run")):
+        found = {f["code"]: f for f in rllaunch(*command, *asked, "--json").json()["findings"]}
+        assert found["RL344"]["level"] == "warning"
+        assert found["RL344"]["message"].startswith(
+            "only ways in which the trainer stays on the GPU are left: gpu order"
+        )
+        assert "RL344" not in rllaunch(*command, *auto, "--json").out
+    refused = rllaunch("plan", *asked, "--offload-train")
+    assert refused.code == 3
+    assert refused.out.startswith("error[RL344]: no handoff updates from the GPU: gpu order cannot run with ")
+
+
 def test_what_is_more_than_a_screen_is_counted(rllaunch: Any):
     out = rllaunch("plan", *SMALL, "--colocate-memory-peak-device", "auto").out
     others = len(rllaunch("plan", *SMALL, "--colocate-memory-peak-device", "auto", "--json").json()["alternatives"])

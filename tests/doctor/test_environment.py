@@ -383,6 +383,13 @@ def test_a_checkpoint_in_a_directory_is_looked_for(tmp_path: Path) -> None:
     file.write_text("{", encoding="utf-8")
     (finding,) = of(str(tmp_path))
     assert finding.message.startswith(f"{file} is not JSON: ")
+    file.write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560}), encoding="utf-8")
+    (finding,) = of(str(tmp_path))
+    assert finding.message == f"there are no weights (*.safetensors) in {tmp_path}"
+    (tmp_path / "pytorch_model.bin").touch()
+    assert of(str(tmp_path), **{"trainer.backend": "embedded"}) == [], "transformers loads these too"
+    assert len(of(str(tmp_path))) == 1
+    (tmp_path / "model.safetensors").touch()
     file.write_text(json.dumps({"model_type": "qwen3", "hidden_size": 1024}), encoding="utf-8")
     (finding,) = of(str(tmp_path))
     assert finding.message == (
@@ -392,6 +399,28 @@ def test_a_checkpoint_in_a_directory_is_looked_for(tmp_path: Path) -> None:
     assert of(str(tmp_path), **{"trainer.backend": "embedded", "rollout.backend": "embedded"}) == []
     file.write_text(json.dumps({"model_type": "qwen3", "hidden_size": 2560}), encoding="utf-8")
     assert of(str(tmp_path)) == []
+
+
+# RL347
+
+
+def test_random_weights_of_a_directory_without_any_are_told(rllaunch: Any, tmp_path: Path) -> None:
+    facts = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def told(*words: str) -> list[str]:
+        answer = rllaunch("doctor", "--model", "model", "--hardware", "cpu", "--json", *words).json()
+        return [f["message"] for f in answer["findings"] if (f["code"], f["level"]) == ("RL347", "warning")]
+
+    message = f"training would start from random weights: no *.safetensors in {directory}"
+    for backend in ("embedded", "megatron"):
+        assert told("--trainer-backend", backend) == [message]
+    assert told("--hf-checkpoint=") == told("--hf-checkpoint", "org/model") == [], "whoever says so means it"
+    assert told("--model", "tiny") == [], "a profile without a checkpoint"
+    (directory / "model.safetensors").touch()
+    assert told() == []
 
 
 # RL509, RL510

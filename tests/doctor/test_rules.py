@@ -51,8 +51,8 @@ def test_every_rule_says_why_and_where_that_is_known_from() -> None:
         assert rule.name, rule.code
         assert len(rule.reason) > 30, rule.code
         assert re.fullmatch(r"RL[2345]\d\d", rule.code)
-        # The checkpoint and the prompt files, whose paths are the configuration's.
-        assert rule.probes == rule.code.startswith(("RL4", "RL5", "RL346", "RL349"))
+        # The checkpoint, its weights and the prompt files, whose paths are the configuration's.
+        assert rule.probes == rule.code.startswith(("RL4", "RL5", "RL346", "RL347", "RL349"))
         assert rule.probes or not rule.tests_gpu
 
 

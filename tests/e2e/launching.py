@@ -35,6 +35,33 @@ class Run:
         return [{k: v for k, v in row.items() if k != "seconds"} for row in self.metrics]
 
 
+def small_checkpoint(directory: Path) -> None:
+    """A model of 16 words and its tokenizer, as transformers saves them."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<end>", "=", *"abcdefghijklm"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
+    tokenizer.save_pretrained(directory)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = AutoConfig.for_model(
+        "qwen3", **sizes, **heads, vocab_size=len(words), eos_token_id=1, pad_token_id=0, bos_token_id=None
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+def a_run_of(checkpoint: Path) -> tuple[str, ...]:
+    """Flags of one rollout that starts from a `small_checkpoint`, with prompts and reward beside it."""
+    (checkpoint.parent / "words.jsonl").write_text('{"prompt": "abc=", "label": "cba"}\n', encoding="utf-8")
+    (checkpoint.parent / "words_reward.py").write_text("def score(prompt, response, label):\n    return 0.5\n")
+    flags = ("--set", "model.vocabulary=", "--data", "words.jsonl", "--reward", "words_reward:score")
+    return ("--model", str(checkpoint), *flags, "--rollout-max-response-len", "4", "--num-rollout", "1")
+
+
 def start(path: Path, *words: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "rllaunch", *TINY, "--run-dir", str(path), *words]
     return subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,24 @@ def test_a_run_directory_in_use_is_refused(train: Callable[..., Any]):
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 5
     assert "error[RL504]" in refused.stdout
+
+
+def test_a_checkpoint_of_the_hub_that_cannot_be_had_is_no_random_weights(tmp_path: Path):
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+
+    def run(*words: str) -> list[str]:
+        path = tmp_path / "run"
+        ended = finish(start(path, "--hf-checkpoint", "org/none", *words, cwd=tmp_path, env=offline), path)
+        assert ended.code == 3, ended.err
+        assert "random weights" not in ended.err
+        return ended.err[ended.err.index("error:") :].splitlines()
+
+    what, where, fix = run()
+    assert what.startswith("error: cannot load a model's config.json from org/none: ")
+    assert where == "  model.hf_checkpoint = org/none"
+    assert fix.startswith("hint: a directory of config.json, weights and tokenizer, or a name at the hub ")
+    shutil.rmtree(tmp_path / "run")
+    assert run("--set", "model.vocabulary=")[0].startswith("error: cannot load a tokenizer from org/none: ")
 
 
 def test_no_room_on_disk_is_said_before_the_start(tmp_path: Path):

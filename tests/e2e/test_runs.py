@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import a_run_of, finish, small_checkpoint, start
 
 SHORT = ("--num-rollout", "4", "--eval-interval", "2", "--save-interval", "2")
 GPU = ("--colocate-memory-peak-device", "gpu")
@@ -30,8 +33,33 @@ def test_a_run_leaves_what_the_readme_says(train: Callable[..., Any]):
         )
     assert ["eval_exact_match" in row for row in run.metrics] == [False, True, False, True]
     assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == ["rollout_000001", "rollout_000003"]
+    assert told_before_the_first_rollout(run.err) == [
+        "random weights: tiny has no checkpoint",
+        "starting Ray on this machine",
+        "starting 1 trainer rank and the rollout engines",
+        "the rollout engines are up (N s)",
+        "the trainer is up: 75.9 k parameters (N s)",
+        "the engines have its weights (N s)",
+    ]
     assert "finished 4 rollouts" in run.err
     assert "memory as planned, to the byte" in run.err
+
+
+def told_before_the_first_rollout(err: str) -> list[str]:
+    """Lines between the headline and the first rollout's, with N for each number of seconds."""
+    lines = err[err.index("tiny on ") : err.index("\nrollout 1/")].splitlines()[1:]
+    return [re.sub(r"\d+\.\d s", "N s", line) for line in lines]
+
+
+def test_an_export_has_the_tokenizer_of_the_checkpoint_that_training_started_from(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    small_checkpoint(tmp_path / "model")
+    run = finish(start(tmp_path / "run", *a_run_of(tmp_path / "model"), cwd=tmp_path), tmp_path / "run")
+    assert run.code == 0, run.err
+    assert "random weights" not in run.err
+    exported = AutoTokenizer.from_pretrained(run.path / "checkpoints" / "rollout_000000" / "hf")
+    assert exported("abc=")["input_ids"] == [3, 4, 5, 2]
 
 
 def test_events_are_the_schedule_step_by_step(train: Callable[..., Any]):

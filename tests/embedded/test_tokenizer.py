@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from rllaunch.backends.embedded.tokenizer import CharTokenizer, CheckpointTokenizer, load_tokenizer, vocabulary_of
-from rllaunch.errors import DataError, RunError
+from rllaunch.errors import ConfigError, DataError
 from rllaunch.resolve.schema import LaunchConfig
 
 
@@ -85,7 +85,7 @@ def test_a_prompt_without_tokens_is_refused():
 
 
 def test_a_model_with_neither_vocabulary_nor_checkpoint_has_no_tokenizer():
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_tokenizer(LaunchConfig(), "")
     assert str(caught.value) == (
         "error: the model has neither a character vocabulary nor a checkpoint with a tokenizer\n"
@@ -97,7 +97,7 @@ def test_a_model_with_neither_vocabulary_nor_checkpoint_has_no_tokenizer():
 
 def test_a_checkpoint_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Path):
     config = LaunchConfig.model_validate({"model": {"hf_checkpoint": str(tmp_path)}})
-    with pytest.raises(RunError, match=f"cannot load a tokenizer from {tmp_path}"):
+    with pytest.raises(ConfigError, match=f"cannot load a tokenizer from {tmp_path}"):
         load_tokenizer(config, "")
 
 

@@ -83,7 +83,7 @@ def test_training_starts_from_an_fp8_checkpoint_as_transformers_reads_it(name: s
             exact = build_model(context_of(name))(input_ids=ids_BT, use_cache=False).logits
         local = dict(built.ddp.module.named_parameters()) | dict(built.ddp.module.named_buffers())
         sent = dict(built.placement.gather(local.__getitem__, "cpu"))
-        export(iter(sent.items()), context, tmp_path / "hf")
+        export(iter(sent.items()), context, None, tmp_path / "hf")
     assert sent.keys() == read.keys()
     assert all(torch.equal(sent[n], read[n].float()) for n in read)
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from launching import Run, finish, start
+from launching import Run, a_run_of, finish, small_checkpoint, start
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -46,6 +46,19 @@ def test_two_ranks_that_share_a_model_train_the_run_that_the_embedded_trainer_tr
         assert event["gpu_bytes"] <= 1.02 * event["planned_gpu_bytes"], event["step"]
     assert [e["step"] for e in ours.events] == [e["step"] for e in theirs.events]
     assert any((ours.path / "checkpoints").iterdir())
+
+
+def test_an_export_has_the_tokenizer_of_the_checkpoint_that_training_started_from(
+    cpu_guest: dict[str, str], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    small_checkpoint(tmp_path / "model")
+    words = (*a_run_of(tmp_path / "model"), "--trainer-backend", "megatron-cpu", "--num-gpus-per-node", "2", *TENSOR)
+    run = finish(start(tmp_path / "run", *words, cwd=tmp_path, env=cpu_guest), tmp_path / "run", timeout=300)
+    assert run.code == 0, run.err
+    exported = AutoTokenizer.from_pretrained(run.path / "checkpoints" / "rollout_000000" / "hf")
+    assert exported("abc=")["input_ids"] == [3, 4, 5, 2]
 
 
 def test_a_run_resumes_on_another_layout(cpu_guest: dict[str, str], tmp_path: Path) -> None:

@@ -50,8 +50,12 @@ def load_state(directory: Path, content: Mapping[Region, Tensor], layout: Layout
     return num_steps
 
 
-def export(model: Any, directory: Path) -> None:
-    """The actor as transformers loads it, adapters merged."""
+def export(model: Any, tokenizer: Any, directory: Path) -> None:
+    """The actor as transformers loads it, adapters merged.
+
+    Args:
+        tokenizer: transformers', None where there is none.
+    """
     from safetensors.torch import save_file
 
     from rllaunch.algo.lora import merged_state_dict
@@ -63,6 +67,8 @@ def export(model: Any, directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     (directory / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2, default=str))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def _own_storage(flat: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from rllaunch.algo.lora import apply_lora
 from rllaunch.algo.value_head import ValueModel
 from rllaunch.backends.base import LaunchContext
-from rllaunch.backends.embedded.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID
+from rllaunch.backends.embedded.tokenizer import BOS_ID, EOS_ID, NUM_SPECIAL, PAD_ID, loading
 from rllaunch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,13 +26,15 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
     A character vocabulary decides the vocabulary size and the special ids of a model without a checkpoint.
 
     Raises:
-        ConfigError: transformers does not know the architecture or refuses one of its values.
+        ConfigError: the checkpoint cannot be had, or transformers does not know the architecture or refuses one of its
+            values.
     """
     from transformers import AutoConfig
 
     model = context.config.model
     if model.hf_checkpoint:
-        config = AutoConfig.from_pretrained(model.hf_checkpoint)
+        with loading("a model's config.json", model.hf_checkpoint):
+            config = AutoConfig.from_pretrained(model.hf_checkpoint)
         needed = NUM_SPECIAL + len(context.vocabulary)
         if context.vocabulary and config.vocab_size < needed:
             raise ConfigError(
@@ -95,12 +97,17 @@ def quantisation_of(context: LaunchContext) -> Mapping[str, Any] | None:
 
 
 def checkpoint_directory(checkpoint: str) -> Path:
-    """Where the files of a checkpoint lie; those of the hub are downloaded, unless they have been."""
+    """Where the files of a checkpoint lie; those of the hub are downloaded, unless they have been.
+
+    Raises:
+        ConfigError: it can be had neither from the hub nor from its cache.
+    """
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
+    with loading("weights", checkpoint):
+        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
 
 
 def build_model(
@@ -124,7 +131,8 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         if checkpoint and device != "meta":
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+            with loading("weights", checkpoint):
+                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         else:
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(model_config(context), dtype=torch.float32)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rllaunch.errors import DataError, RunError
+from rllaunch.errors import ConfigError, DataError
 from rllaunch.resolve.schema import LaunchConfig
+
+_log = logging.getLogger(__name__)
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 NUM_SPECIAL = 3
@@ -102,20 +106,54 @@ def load_tokenizer(config: LaunchConfig, vocabulary: str) -> Tokenizer:
     """The character tokenizer where there is a vocabulary, else the checkpoint's.
 
     Raises:
-        RunError: there is neither, or the checkpoint has no tokenizer that loads.
+        ConfigError: there is neither, or the checkpoint has no tokenizer that loads.
     """
     if vocabulary:
         return CharTokenizer(vocabulary)
     checkpoint = config.model.hf_checkpoint
     if not checkpoint:
-        raise RunError(
+        raise ConfigError(
             "the model has neither a character vocabulary nor a checkpoint with a tokenizer",
             ["model.vocabulary is empty", "model.hf_checkpoint is empty"],
             'set model.vocabulary = "auto" to use the characters of the task',
         )
     from transformers import AutoTokenizer
 
-    try:
+    with loading("a tokenizer", checkpoint):
         return CheckpointTokenizer(AutoTokenizer.from_pretrained(checkpoint))
+
+
+def tokenizer_to_export(config: LaunchConfig, vocabulary: str) -> Any:
+    """transformers' tokenizer of the checkpoint that training starts from, which goes with the trained weights.
+
+    None for a character vocabulary, which transformers has no tokenizer for, and where none loads: no checkpoint is
+    lost for it, and where a run samples with it that is an error.
+    """
+    if vocabulary or not config.model.hf_checkpoint:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
     except (OSError, ValueError) as err:
-        raise RunError(f"cannot load a tokenizer from {checkpoint}: {err}", "model.hf_checkpoint") from err
+        _log.warning("exports of this run have no tokenizer: %s", err)
+        return None
+
+
+@contextmanager
+def loading(what: str, checkpoint: str) -> Iterator[None]:
+    """Around calls that read a checkpoint, of a directory or of the hub.
+
+    Raises:
+        ConfigError: it cannot be had, or is not what it should be.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as err:
+        why = str(err).strip().partition("\n")[0]
+        raise ConfigError(
+            f"cannot load {what} from {checkpoint}: {why}",
+            f"model.hf_checkpoint = {checkpoint}",
+            "a directory of config.json, weights and tokenizer, or a name at the hub that is in the cache or can be "
+            "reached from here (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE)",
+        ) from err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from rllaunch.backends.embedded.optimizer import FlatAdamW, accumulate_into
 from rllaunch.backends.embedded.pool import FlatBuffer, open_pools
 from rllaunch.backends.embedded.sizes import arena_bytes, padded_bytes, read_memory
 from rllaunch.backends.embedded.steps import Steps
+from rllaunch.backends.embedded.tokenizer import tokenizer_to_export
 from rllaunch.backends.embedded.trainer_layouts import build_models, trainer_layouts
 from rllaunch.backends.embedded.trainer_memory import CopiedState, TrainerMemory
 from rllaunch.backends.embedded.update import PlannedSender, plan_buckets
@@ -46,6 +48,7 @@ class EmbeddedTrainer:
         }
         self._memory = TrainerMemory(self._buffers, self._backup())
         self._rank = 0
+        self._tokenizer: Any = None
 
     def _region_layouts(self) -> dict[Region, Layout]:
         made = self.layouts
@@ -84,6 +87,8 @@ class EmbeddedTrainer:
                 # A rank that is gone is noticed in minutes, not in the half hour of the default.
                 timeout=timedelta(minutes=5),
             )
+        if rank.rank == 0:
+            self._tokenizer = tokenizer_to_export(self.context.config, self.context.vocabulary)
         self.models = build_models(self.context)
         for model in self.models.values():
             model.eval().to(self.slot.device)
@@ -159,7 +164,7 @@ class EmbeddedTrainer:
             self._host_pool.release(self._owner, "save_staging")
         self._memory.require(*BACKED_UP, to="save", fix="save before the trainer sleeps")
         save_state(Path(directory), self._content(), self.layouts.params, self.optimizer.num_steps)
-        export(self.models["actor"], Path(directory) / "hf")
+        export(self.models["actor"], self._tokenizer, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
         num_steps = load_state(Path(directory), self._content(), self.layouts.params)

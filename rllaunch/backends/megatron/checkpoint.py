@@ -185,8 +185,12 @@ class _Reading(DefaultLoadPlanner):
         return self._pieces[index].tensor
 
 
-def export(named: Iterable[tuple[str, Tensor]], context: LaunchContext, directory: Path) -> None:
-    """Write the model as transformers saves one; rank 0 does, the others only take part in gathering."""
+def export(named: Iterable[tuple[str, Tensor]], context: LaunchContext, tokenizer: Any, directory: Path) -> None:
+    """Write the model as transformers saves one; rank 0 does, the others only take part in gathering.
+
+    Args:
+        tokenizer: transformers', None where there is none.
+    """
     if dist.get_rank() != 0:
         for _ in named:
             raise AssertionError("only rank 0 gathers")
@@ -205,6 +209,8 @@ def export(named: Iterable[tuple[str, Tensor]], context: LaunchContext, director
     facts = config.to_dict()
     facts.pop("quantization_config", None)  # of what training started from; these weights are whole
     (directory / "config.json").write_text(json.dumps(facts, indent=2, default=str), encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def _write_files(named: Iterable[tuple[str, Tensor]], directory: Path) -> dict[Path, list[str]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from rllaunch.backends.embedded.host_copies import make_host_copies
 from rllaunch.backends.embedded.model import model_config, quantisation_of
 from rllaunch.backends.embedded.pool import open_pools
 from rllaunch.backends.embedded.sizes import read_memory
+from rllaunch.backends.embedded.tokenizer import tokenizer_to_export
 from rllaunch.backends.embedded.trainer_memory import Backup, CopiedState, TrainerMemory
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
@@ -75,6 +77,7 @@ class MegatronTrainer:
         self._reference: Reference | None = None
         self._where: dict[str, TensorSlice] = {}
         self._resident: dict[str, Tensor] = {}
+        self._tokenizer: Any = None
 
     def region_bytes(self) -> Mapping[Region, int]:
         """Before `init` what the plan says, after it what is there."""
@@ -95,6 +98,8 @@ class MegatronTrainer:
         with self.groups.adopting() if self.groups is not None else nullcontext():
             start_processes(self.context.config, rank, self.slot.device)
             self.built: Built = build(self.context, self.slot.device)
+        if rank.rank == 0:
+            self._tokenizer = tokenizer_to_export(self.context.config, self.context.vocabulary)
         self._find_regions()
         self._memory.backup = self._backup()
         reference: Reference | Adapters | None = None
@@ -296,7 +301,7 @@ class MegatronTrainer:
         state = state_pieces(self.built, with_copies=False)
         checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
         named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
-        checkpoint.export(named, self.context, Path(directory) / "hf")
+        checkpoint.export(named, self.context, self._tokenizer, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
         self._memory.require(*BACKED_UP, to="load")

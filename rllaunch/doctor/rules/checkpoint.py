@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.resolve.checkpoint import CHECKPOINT, has_weights, is_path, why_random
 from rllaunch.resolve.origins import Resolved
 
-CHECKPOINT = "model.hf_checkpoint"
 # What decides the tensors of a model, of any family.
 _SIZES = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size",
@@ -18,14 +18,9 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _is_path(name: str) -> bool:
-    """Whether it can be no name at the hub, which has one slash at most."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
-
-
 def _check(resolved: Resolved) -> Iterator[Finding]:
     name = resolved.config.model.hf_checkpoint
-    if not name or not _is_path(name):
+    if not name or not is_path(name):
         return
     directory, fix = Path(name), "--hf-checkpoint with a directory of config.json and weights, or a name at the hub"
     if not directory.is_dir():
@@ -40,6 +35,10 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     except ValueError as err:
         yield RULE.error(resolved, f"{file} is not JSON: {err}", [CHECKPOINT], fix)
         return
+    # transformers, which loads the embedded trainer's, knows another format too.
+    loads_bin = resolved.config.trainer.backend == "embedded" and any(directory.glob("pytorch_model*.bin"))
+    if not has_weights(directory) and not loads_bin:
+        yield RULE.error(resolved, f"there are no weights (*.safetensors) in {name}", [CHECKPOINT], fix)
     # The embedded backend takes the model from its checkpoint.
     if isinstance(theirs, dict) and "embedded" not in (
         resolved.value("trainer.backend"),
@@ -61,11 +60,31 @@ def _unlike(resolved: Resolved, theirs: dict[str, Any], file: Path) -> Iterator[
         )
 
 
+def _check_random(resolved: Resolved) -> Iterator[Finding]:
+    """Of a model that is given as a directory: who names a profile without a checkpoint, or none, means it."""
+    directory = Path(resolved.config.model.name)
+    if directory.is_absolute() and not resolved.is_set(CHECKPOINT):
+        yield RANDOM.finding(
+            "warning",
+            resolved,
+            f"training would start from random weights: {why_random(resolved)}",
+            ["model.name"],
+            "--hf-checkpoint with the directory of the weights, or --hf-checkpoint= if random ones are meant",
+        )
+
+
 RULE = Rule(
     code="RL346",
-    name="a checkpoint in a directory is there, and is the model's",
+    name="a checkpoint in a directory is there with its weights, and is the model's",
     reason="found by the first worker that loads it, it costs the start of Ray and of every engine",
     check=_check,
     probes=True,
 )
-RULES = (RULE,)
+RANDOM = Rule(
+    code="RL347",
+    name="training starts from a checkpoint's weights",
+    reason="random weights train like any others, and nothing but the reward tells that the checkpoint was never read",
+    check=_check_random,
+    probes=True,
+)
+RULES = (RULE, RANDOM)

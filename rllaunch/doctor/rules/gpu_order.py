@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.numbers import either, undo
+from rllaunch.plan.choose import reopened
 from rllaunch.plan.handoff import options_of
 from rllaunch.resolve.origins import Resolved
 
@@ -13,6 +14,7 @@ PEAK = "handoff.colocate_memory_peak_device"
 UPDATE_FROM = "handoff.update_weights_from"
 IN_CPU_ORDER = "--colocate-memory-peak-device cpu"
 IN_GPU_ORDER = "--colocate-memory-peak-device gpu"
+_IN_CPU_ORDER = "in cpu order the trainer has left the GPU when the engines are updated"
 
 
 def _is_gpu_order(resolved: Resolved) -> bool:
@@ -54,15 +56,34 @@ def _check_lora(resolved: Resolved) -> Iterator[Finding]:
 
 
 def _check_update(resolved: Resolved) -> Iterator[Finding]:
+    """Under `auto` order only where that cannot take `gpu` order: a warning if the trainer may stay on the GPU."""
+    left_open = reopened(resolved)
+    if left_open.config.handoff.colocate_memory_peak_device == "auto":
+        yield from _check_update_under_auto(left_open)
+        return
     options, handoff = options_of(resolved.config), resolved.config.handoff
-    # `auto` takes gpu order here, where that is legal.
     if handoff.colocate_memory_peak_device == "cpu" and handoff.offload_train and options.update_from == "gpu":
         yield UPDATE.error(
             resolved,
-            "in cpu order the trainer has left the GPU when the engines are updated",
+            _IN_CPU_ORDER,
             [PEAK, UPDATE_FROM],
             either("--update-weights-from auto", IN_GPU_ORDER if options.may_be_gpu_order else ""),
         )
+
+
+def _check_update_under_auto(resolved: Resolved) -> Iterator[Finding]:
+    config = resolved.config
+    needs = next((n for n, is_there in (("a critic", config.has_critic), ("LoRA", config.has_lora)) if is_there), None)
+    if config.handoff.update_weights_from != "gpu" or needs is None or not config.handoff.offload_train:
+        return
+    keys = [UPDATE_FROM, "algorithm.lora_rank" if needs == "LoRA" else "algorithm.advantage_estimator"]
+    why = f"gpu order cannot run with {needs}, and {_IN_CPU_ORDER}"
+    if resolved.is_set("handoff.offload_train"):
+        what = f"no handoff updates from the GPU: {why}"
+        yield UPDATE.error(resolved, what, [*keys, "handoff.offload_train"], "--update-weights-from auto")
+    else:
+        what = f"only ways in which the trainer stays on the GPU are left: {why}"
+        yield UPDATE.finding("warning", resolved, what, keys, "--update-weights-from auto")
 
 
 OFFLOADS = Rule(

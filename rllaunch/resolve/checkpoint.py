@@ -1,0 +1,32 @@
+"""What a launch's names of models and checkpoints stand for: a directory here or a name elsewhere, weights or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rllaunch.resolve.origins import Resolved
+
+CHECKPOINT = "model.hf_checkpoint"
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name is a path: no profile is called so, and at the hub names have one slash at most."""
+    is_written_so = name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1
+    return is_written_so or Path(name).is_dir()
+
+
+def has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+def why_random(resolved: Resolved) -> str:
+    """Why training starts from random weights; empty where it starts from a checkpoint."""
+    model = resolved.config.model
+    if model.hf_checkpoint:
+        return ""
+    if resolved.is_set(CHECKPOINT):
+        return resolved.describe(CHECKPOINT)
+    # A model that comes from a directory has its path as name, and takes the weights it finds there.
+    if Path(model.name).is_absolute():
+        return f"no *.safetensors in {model.name}"
+    return f"{model.name} has no checkpoint"
