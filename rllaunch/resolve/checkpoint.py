@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rllaunch.resolve.origins import Resolved
@@ -17,6 +18,16 @@ def is_path(name: str) -> bool:
 
 def has_weights(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
+
+
+def missing_shards(directory: Path) -> list[str]:
+    """Files of weights that the checkpoint's index names and that are not there, as after a download that stopped."""
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        named = sorted({str(file) for file in index["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []  # one file without an index; a broken one is told by who loads it
+    return [file for file in named if not (directory / file).is_file()]
 
 
 def why_random(resolved: Resolved) -> str:

@@ -401,6 +401,22 @@ def test_a_checkpoint_in_a_directory_is_looked_for(tmp_path: Path) -> None:
     assert of(str(tmp_path)) == []
 
 
+def test_a_download_that_stopped_is_told_by_the_checkpoint_s_index(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    files = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]
+    index = {"weight_map": {f"model.layers.{i}.mlp.up_proj.weight": file for i, file in enumerate(files * 2)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (tmp_path / files[1]).touch()
+    (finding,) = found("RL346", {"model.hf_checkpoint": str(tmp_path)})
+    missing = f"{files[0]}, {files[2]}, {files[3]}"
+    assert finding.message == f"3 of the checkpoint's files are not in {tmp_path}: {missing}"
+    for file in files:
+        (tmp_path / file).touch()
+    assert found("RL346", {"model.hf_checkpoint": str(tmp_path)}) == []
+    (tmp_path / "model.safetensors.index.json").write_text("[]", encoding="utf-8")
+    assert found("RL346", {"model.hf_checkpoint": str(tmp_path)}) == [], "told by whoever loads it"
+
+
 # RL347
 
 

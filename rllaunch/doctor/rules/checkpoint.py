@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rllaunch.doctor.finding import Finding, Rule
-from rllaunch.resolve.checkpoint import CHECKPOINT, has_weights, is_path, why_random
+from rllaunch.resolve.checkpoint import CHECKPOINT, has_weights, is_path, missing_shards, why_random
 from rllaunch.resolve.origins import Resolved
 
 # What decides the tensors of a model, of any family.
@@ -39,6 +39,10 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     loads_bin = resolved.config.trainer.backend == "embedded" and any(directory.glob("pytorch_model*.bin"))
     if not has_weights(directory) and not loads_bin:
         yield RULE.error(resolved, f"there are no weights (*.safetensors) in {name}", [CHECKPOINT], fix)
+    elif missing := missing_shards(directory):
+        some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        what = f"{len(missing)} of the checkpoint's files are not in {name}: {some}"
+        yield RULE.error(resolved, what, [CHECKPOINT], "download the rest of it")
     # The embedded backend takes the model from its checkpoint.
     if isinstance(theirs, dict) and "embedded" not in (
         resolved.value("trainer.backend"),
