@@ -68,6 +68,11 @@ def scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + SCALE
 
 
+def is_mxfp4(quantisation: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is quantised as gpt-oss's release: experts in four bits, with a scale for 32 of them."""
+    return quantisation.get("quant_method") == "mxfp4"
+
+
 def scheme_of(quantisation: Mapping[str, Any]) -> BlockFp8:
     """How a checkpoint with this `quantization_config` is quantised.
 

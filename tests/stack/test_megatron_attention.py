@@ -37,7 +37,7 @@ class Calls(TorchFunctionMode):
 
 
 def attended(inputs: list[torch.Tensor], ranks: int) -> torch.Tensor:
-    module = TorchAttention(SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks))
+    module = TorchAttention(SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks, softmax_type="vanilla"))
     bounds = torch.tensor([0, *accumulate(LENS)], dtype=torch.int32)
     packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(LENS), max_seqlen_kv=max(LENS))
     out: torch.Tensor = module(*inputs, packed_seq_params=packed)

@@ -42,6 +42,7 @@ from rllaunch.backends.megatron.saver import SavedState
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
 from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes, require_fp8_fits
+from rllaunch.backends.megatron.weights import as_saved
 from rllaunch.backends.node_memory import GpuMemory
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.architecture import read_architecture
@@ -296,7 +297,7 @@ class MegatronTrainer:
         state = state_pieces(self.built, with_copies=False)
         checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
         named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
-        checkpoint.export(named, self.context, Path(directory) / "hf")
+        checkpoint.export(as_saved(named, self.built.shape), self.context, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:
         self._memory.require(*BACKED_UP, to="load")
