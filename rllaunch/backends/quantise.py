@@ -75,7 +75,7 @@ _PAIRS = 16
 
 
 def dequantise_mxfp4(blocks_OGP: Tensor, scale_OG: Tensor) -> Tensor:
-    """The weight in bfloat16 [O, 32 G], which has every value of the format.
+    """The weight in bfloat16 [O, 32 G], which has every value of the format within its range.
 
     Args:
         blocks_OGP: bytes of two values each, the first in the lower four bits.

@@ -100,7 +100,9 @@ def checkpoint_directory(checkpoint: str) -> Path:
         return Path(checkpoint)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
+    # gpt-oss's repositories have the weights a second time, under other names.
+    wanted, unwanted = ["*.json", "*.safetensors"], ["original/*"]
+    return Path(snapshot_download(checkpoint, allow_patterns=wanted, ignore_patterns=unwanted))
 
 
 def build_model(

@@ -67,14 +67,19 @@ def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
             tensor: Tensor = file.get_tensor(name) if number is None else file.get_slice(name)[number]
             return tensor
 
+    def read_mxfp4(name: str, number: int | None) -> Tensor:
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
+        if scales not in files:
+            raise ConfigError(f"the checkpoint lacks {scales}", str(files[blocks].parent), "it is damaged")
+        try:
+            return dequantise_mxfp4(read(blocks, number), read(scales, number)).t()
+        except ValueError as err:
+            raise ConfigError(f"{name}: {err}", str(files[blocks]), "the checkpoint is damaged") from err
+
     def tensor_of(source: str) -> Tensor:
         name, number = stored(source)
         if name not in files:
-            blocks, scales = f"{name}_blocks", f"{name}_scales"
-            try:
-                return dequantise_mxfp4(read(blocks, number), read(scales, number)).t()
-            except (KeyError, ValueError) as err:
-                raise ConfigError(f"{name}: {err}", str(files[blocks]), "the checkpoint is damaged") from err
+            return read_mxfp4(name, number)
         tensor = read(name, number)
         scales = scale_name(name)
         if tensor.dtype == E4M3 and scales in files:

@@ -24,6 +24,8 @@ from rllaunch.errors import RunError
 # E experts, I intermediate size of one, H hidden size
 
 _FUSED_EXPERTS = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)$")
+# Families whose checkpoints, and SGLang, have experts in one tensor, as transformers has.
+_FUSED_FAMILIES = ("gpt_oss",)
 
 
 def as_checkpoint(tensors: Sequence[TensorSlice]) -> Iterator[TensorSlice]:
@@ -52,10 +54,12 @@ class Names:
 
     Args:
         known: names of the checkpoint the engine loaded; None: they cannot be read, and nothing is checked.
+        model_type: of the model's `config.json`.
     """
 
-    def __init__(self, owner: str, known: Collection[str] | None) -> None:
+    def __init__(self, owner: str, known: Collection[str] | None, model_type: str = "") -> None:
         self._owner = owner
+        self._is_fused = model_type in _FUSED_FAMILIES
         self._known = None if known is None else frozenset(known)
         self._missing: set[str] = set()
 
@@ -70,7 +74,7 @@ class Names:
         """
         self._check_joined(tensors)
         if self._known is None:
-            return list(as_checkpoint(tensors))
+            return list(tensors) if self._is_fused else list(as_checkpoint(tensors))
         taken: list[TensorSlice] = []
         for tensor in tensors:
             taken += [tensor] if tensor.name in self._known else as_checkpoint([tensor])
