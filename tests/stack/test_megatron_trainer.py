@@ -566,6 +566,7 @@ BY_ONE_RANK = {
     "dense": {"architecture": TIED},
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
     "latents": {"architecture": DEEPSEEK},
+    "sinks": {"architecture": GPT_OSS},
     "adapters": {"preset": "lora", "architecture": TIED, "trainer": {"backend": "megatron"}},
     "critic": {"preset": "ppo", "architecture": TIED, "trainer": {"precision": "bf16"}, "model": {"architecture": TIED, "dtype": "bfloat16"}},
 }  # fmt: skip
@@ -584,6 +585,8 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ),
         "experts' tensors": ("experts", SP, {}),
         "latents, sequence": ("latents", SP, {}),
+        "sinks, experts' tensors": ("sinks", SP, {}),
+        "sinks, experts by 2": ("sinks", {"expert_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
         "adapters, tensor": ("adapters", {"tensor_model_parallel_size": 2}, {}),
         "adapters, pipeline": ("adapters", {"pipeline_model_parallel_size": 2}, {}),
         "critic, tensor": ("critic", SP, {}),
