@@ -60,6 +60,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "with tensors": ("kl", TIED, {**CP, "tensor_model_parallel_size": 2}, {}),
         "with sequences, latents": ("kl", LATENTS, {**CP, **SP}, {}),
         "with sequences and experts": ("kl", MOE, {**CP, **SP, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
+        "with sequences and experts, sinks and windows": ("kl", GPT_OSS, {**CP, **SP, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
         "with stages": ("ppo", TIED, {**CP, "pipeline_model_parallel_size": 2}, {}),
         "with stages, padded": ("kl", TIED, {**CP, "pipeline_model_parallel_size": 2}, {}),
     },
