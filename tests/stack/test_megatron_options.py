@@ -87,6 +87,7 @@ def test_latent_attention_is_not_shared_by_ranks_without_sequence_parallelism() 
     ("sections", "says"),
     [
         ({"megatron": {"attention_dropout": 0.1}}, "attention_dropout = 0.1: attention with sinks drops nothing"),
+        ({"megatron": {"moe_grouped_gemm": True}}, "moe_grouped_gemm = True: no grouped product adds biases"),
         ({"megatron": {"window_size": [64, 0]}}, "window_size = .64, 0. is decided elsewhere"),
         ({"megatron": {"transformer_impl": "transformer_engine"}}, "local layers only, not in those of Transformer"),
         ({"trainer": {"precision": "fp8"}}, "local layers only, not in those of Transformer Engine"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,14 @@ pytest.importorskip("sglang")
 from stack_rig import GPT_OSS, hf_model, make_context
 from torch import Tensor
 
-from rllaunch.backends.base import Slot, TensorSlice
+from rllaunch.backends.base import Bucket, Slot, TensorSlice
 from rllaunch.backends.embedded.layout import dtype_name
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.update import as_engine_wants
 from rllaunch.backends.megatron.weights import entries, unstack_experts
 from rllaunch.backends.sglang.options import decided
-from rllaunch.backends.sglang.update import Names
+from rllaunch.backends.sglang.update import Names, Payloads
 
 pytestmark = pytest.mark.stack
 
@@ -77,3 +78,13 @@ def test_an_update_brings_every_parameter_and_lays_experts_as_a_checkpoint_does(
     assert torch.equal(updated[f"{experts}.w13_weight"], sent[f"{experts}.gate_up_proj"].transpose(1, 2))
     assert torch.equal(updated[f"{experts}.w2_weight_bias"], sent[f"{experts}.down_proj_bias"].float())
     assert torch.equal(updated["model.layers.1.self_attn.sinks"], sent["model.layers.1.self_attn.sinks"])
+
+
+def test_a_rank_that_writes_into_its_bucket_does_not_write_into_anothers(tmp_path: Path):
+    file = tmp_path / "bucket.bin"
+    file.write_bytes(b"\1" * 64)
+    tensors = (TensorSlice("model.layers.0.mlp.experts.down_proj_bias", "float32", (4, 4), 0),)
+    payloads = Payloads(2)
+    first, second = (pickle.loads(p)["flattened_tensor"] for p in payloads.of(Bucket(str(file), 64, tensors), tensors))
+    second.zero_()
+    assert first.tolist() == [1] * 64

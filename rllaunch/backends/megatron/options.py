@@ -169,13 +169,13 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"qkv_format = {given!r} is not known", "[megatron] qkv_format", did_you_mean(given, QKV_FORMATS)
         )
-    dropout = (config.megatron.model_extra or {}).get("attention_dropout")
-    if shape.has_sinks and dropout:
-        raise ConfigError(
-            f"attention_dropout = {dropout!r}: attention with sinks drops nothing",
-            "[megatron] attention_dropout",
-            "leave it out",
-        )
+    options = config.megatron.model_extra or {}
+    for name, is_unserved, why in (
+        ("attention_dropout", shape.has_sinks, "attention with sinks drops nothing"),
+        ("moe_grouped_gemm", shape.linear_bias, "no grouped product adds biases of experts"),
+    ):
+        if is_unserved and options.get(name):
+            raise ConfigError(f"{name} = {options[name]!r}: {why}", f"[megatron] {name}", "leave it out")
     expert_tp = trainer.expert_tensor_parallel_size or trainer.tensor_model_parallel_size
     if shape.linear_bias and expert_tp > trainer.tensor_model_parallel_size:
         raise ConfigError(

@@ -24,6 +24,9 @@ from rllaunch.errors import RunError
 # E experts, I intermediate size of one, H hidden size
 
 _FUSED_EXPERTS = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)$")
+# Over this tensor of gpt-oss all ranks but the first write zeros where it lies, so that its biases are added once: not
+# before the first has read it (sglang 0.5.23 models/gpt_oss.py). Over CUDA IPC each rank has a bucket of its own.
+_ZEROED = ".experts.down_proj_bias"
 # Families whose checkpoints, and SGLang, have experts in one tensor, as transformers has.
 _FUSED_FAMILIES = ("gpt_oss",)
 
@@ -123,6 +126,7 @@ class Payloads:
         self._num_ranks = num_ranks
         self._file: SharedFile | None = None
         self._shared = torch.empty(0, dtype=torch.uint8)
+        self._copies: list[Tensor] = []
 
     def of(self, bucket: Bucket, tensors: Sequence[TensorSlice]) -> list[bytes]:
         from multiprocessing.reduction import ForkingPickler
@@ -139,6 +143,8 @@ class Payloads:
         if isinstance(bucket.handle, str):
             # Once a rank: what a tensor in shared memory is pickled to can be opened once.
             flats = [self._in_shared_memory(bucket)] * self._num_ranks
+            if any(tensor.name.endswith(_ZEROED) for tensor in tensors):
+                flats[1:] = self._copies = [flat.clone().share_memory_() for flat in flats[1:]]
         else:
             flats = [relay(handle) for handle in bucket.handle]
         return [bytes(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": metadata})) for flat in flats]
