@@ -68,6 +68,11 @@ def scale_name(weight: str) -> str:
     return weight.removesuffix("weight") + SCALE
 
 
+def is_mxfp4(quantisation: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is quantised as gpt-oss's release: experts in four bits, with a scale for 32 of them."""
+    return quantisation.get("quant_method") == "mxfp4"
+
+
 def scheme_of(quantisation: Mapping[str, Any]) -> BlockFp8:
     """How a checkpoint with this `quantization_config` is quantised.
 
@@ -129,6 +134,9 @@ def engine_scheme(
         return None
     _check_options(config)
     dtype = config.rollout.dtype
+    if dtype == "bfloat16" and loads_nothing(config, quantisation):
+        _check_empty(config)
+        return None
     if dtype in ("float32", "bfloat16"):
         if quantisation is not None and config.model.hf_checkpoint:
             raise ConfigError(
@@ -161,9 +169,14 @@ def _may_be_fp8(config: LaunchConfig, quantisation: Mapping[str, Any] | None) ->
 
 
 def loads_nothing(config: LaunchConfig, quantisation: Mapping[str, Any] | None) -> bool:
-    """Whether engines start with weights that mean nothing, to be filled by the first update: in FP8, of a checkpoint
-    that is not. A model without a checkpoint has one written for it, in FP8."""
-    return config.rollout.dtype == "fp8" and quantisation is None and bool(config.model.hf_checkpoint)
+    """Whether engines start with weights that mean nothing, to be filled by the first update: in FP8 of a checkpoint
+    that is not, and in bfloat16 of one in MXFP4, which the megatron trainer reads. A model without a checkpoint has one
+    written for it, in the engines' type."""
+    if not config.model.hf_checkpoint:
+        return False
+    if quantisation is None:
+        return config.rollout.dtype == "fp8"
+    return is_mxfp4(quantisation) and config.rollout.dtype == "bfloat16" and config.trainer.backend == "megatron"
 
 
 def _check_options(config: LaunchConfig) -> None:
@@ -181,6 +194,7 @@ def _check_options(config: LaunchConfig) -> None:
 
 def _check_fp8(config: LaunchConfig) -> None:
     where, hardware = "rollout.dtype = fp8", config.hardware
+    require_quantised(config.model.architecture.get("model_type"))
     if config.trainer.backend == "embedded":
         raise ConfigError(
             "the embedded trainer does not quantise what it sends",
@@ -197,22 +211,39 @@ def _check_fp8(config: LaunchConfig) -> None:
         raise unfit(hardware.name, is_newer=hardware.name.startswith(_NEWER))
 
 
+def require_quantised(model_type: str | None) -> None:
+    """
+    Raises:
+        ConfigError: no update brings engines in FP8 the experts of such a model.
+    """
+    if model_type == "gpt_oss":
+        raise ConfigError(
+            "experts of gpt-oss lie in one tensor, which nothing here quantises in blocks",
+            ["rollout.dtype = fp8", f"model.architecture.model_type = {model_type}"],
+            "--rollout-dtype bfloat16",
+        )
+
+
 def _check_empty(config: LaunchConfig) -> None:
     """Of engines that load nothing: all that they compute with must come with an update. SGLang's stand-ins for
     weights fill the scales of a quantised KV cache too (0.5.23 `model_loader/weight_utils.py`, `layers/quantization/
     kv_cache.py`), and the layers it speculates with."""
-    options, where = config.sglang.model_extra or {}, "rollout.dtype = fp8"
+    options, dtype = config.sglang.model_extra or {}, config.rollout.dtype
+    where, whole = f"rollout.dtype = {dtype}", "FP8" if dtype == "fp8" else "bfloat16"
+    nothing = "an engine in FP8 loads nothing of a bfloat16 checkpoint"
+    if dtype != "fp8":
+        nothing = "an engine in bfloat16 loads nothing of an MXFP4 checkpoint"
     if options.get("speculative_algorithm"):
         raise ConfigError(
-            "an engine in FP8 loads nothing of a bfloat16 checkpoint, and no update brings layers to speculate with",
+            f"{nothing}, and no update brings layers to speculate with",
             [where, "sglang.speculative_algorithm"],
-            "leave it out, or give the model's FP8 checkpoint",
+            f"leave it out, or give the model's {whole} checkpoint",
         )
     if str(options.get("kv_cache_dtype", "auto")).startswith("fp8"):
         raise ConfigError(
-            "an engine in FP8 loads nothing of a bfloat16 checkpoint, and no update brings scales of a KV cache",
+            f"{nothing}, and no update brings scales of a KV cache",
             [where, f"sglang.kv_cache_dtype = {options['kv_cache_dtype']}"],
-            "leave it out, or give the model's FP8 checkpoint",
+            f"leave it out, or give the model's {whole} checkpoint",
         )
 
 

@@ -1,5 +1,6 @@
-"""Weights in FP8 with a scale for each block of 128 × 128, and back."""
+"""Weights in FP8 with a scale for each block of 128 × 128, and back; and those in MXFP4, read alone."""
 
+# G groups of 32 input features, P pairs of them
 # O output features (rows), I input features (columns), R and C blocks of them, the last ones perhaps narrower
 
 from __future__ import annotations
@@ -66,3 +67,25 @@ def _in_blocks(weight_OI: Tensor) -> Tensor:
     O, I = weight_OI.shape  # noqa: E741
     padded = torch.nn.functional.pad(weight_OI, (0, -I % BLOCK, 0, -O % BLOCK))
     return padded.view(-(-O // BLOCK), BLOCK, -(-I // BLOCK), BLOCK)
+
+
+# Of four bits the first is the sign; the others count these up.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PAIRS = 16
+
+
+def dequantise_mxfp4(blocks_OGP: Tensor, scale_OG: Tensor) -> Tensor:
+    """The weight in bfloat16 [O, 32 G], which has every value of the format within its range.
+
+    Args:
+        blocks_OGP: bytes of two values each, the first in the lower four bits.
+        scale_OG: exponents of two, 127 too large.
+    Raises:
+        ValueError: blocks and scales are of other sizes.
+    """
+    if blocks_OGP.shape[-1] != _PAIRS or blocks_OGP.shape[:-1] != scale_OG.shape:
+        raise ValueError(f"scales of {list(scale_OG.shape)} for blocks of {list(blocks_OGP.shape)}")
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16, device=blocks_OGP.device)
+    pairs = torch.stack([blocks_OGP & 15, blocks_OGP >> 4], dim=-1).flatten(-2)
+    scaled = torch.ldexp(values[pairs.int()], scale_OG.int()[..., None] - 127)
+    return scaled.to(torch.bfloat16).flatten(-2)

@@ -62,7 +62,8 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         "the trainer builds a model of Megatron-core's layers, tensor by tensor; of a model it does not know, an "
         "update would bring the engines something else than was loaded",
         f"Model types that it builds: {', '.join(built_types())}. Of these, too, it refuses\nwhat Megatron-core "
-        "computes otherwise (sliding windows, biases, other kinds of rotary embedding); the finding names the fact.\n\n"
+        "computes otherwise (windows but gpt-oss's, biases, other kinds of rotary embedding); the finding names "
+        "the fact.\n\n"
         "All other shipped models can be planned and checked, and `rllaunch train --rehearse` runs them in small,\non "
         "the embedded backend.",
     ),
@@ -71,11 +72,13 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         "as bytes, and the engine generates rubbish without an error",
         "What an update brings right:\n\n"
         "- engines in bfloat16 or float32, of a checkpoint that is not quantised;\n"
+        "- engines in bfloat16 of gpt-oss's release in MXFP4, from the megatron trainer: they load nothing of it;\n"
         f"- engines in FP8 (`--rollout-dtype fp8`, from the megatron trainer) in blocks of {BLOCK} × {BLOCK}\n"
         "  with scales in float32, of a checkpoint in bfloat16 or in such blocks, on CUDA GPUs of compute\n  "
         f"capability {_FROM} and more, below {_TO} (Ada, Hopper).\n\n"
-        "Not: another quantisation, on other GPUs FP8, which SGLang rewrites there after loading; and\nwith engines "
-        "in FP8 of a bfloat16 checkpoint no speculation and no KV cache in FP8, for which an update brings nothing.",
+        "Not: another quantisation, on other GPUs FP8, which SGLang rewrites there after loading; FP8 of gpt-oss; and\n"
+        "with engines in FP8 of a bfloat16 checkpoint, or in bfloat16 of one in MXFP4, no speculation and no KV cache\n"
+        "in FP8, for which an update brings nothing.",
     ),
     "RL600": ("such a profile is in no list, and a launch that names it ends with an unknown name", ""),
     "RL601": (

@@ -126,10 +126,14 @@ def sizes_of(config: LaunchConfig, architecture: Architecture) -> LaunchSizes:
 
 def _update_bytes(config: LaunchConfig, architecture: Architecture) -> int:
     """Two buckets, each of which may meet a tensor larger than itself (embedding and head); where ranks share tensors,
-    also the shards and the whole of the one under way; for engines in FP8 what quantising takes."""
+    also the shards and the whole of the one under way; for engines in FP8 what quantising takes; of a family whose
+    engines want a layer's experts in one tensor also that, beside its copies in both buckets."""
     element = 4 if config.model.dtype == "float32" else 2
-    outside = (element * w.numel for w in (*architecture.embedding, *architecture.head))
-    largest, second = sorted([*outside, 0, 0], reverse=True)[:2]
+    outside = [element * w.numel for w in (*architecture.embedding, *architecture.head)]
+    stack = 0
+    if architecture.model_type == "gpt_oss":
+        stack = element * max(w.numel for layer in architecture.layers[:1] for w in layer.weights if w.is_expert)
+    largest, second = sorted([*outside, stack, stack, 0, 0], reverse=True)[:2]
     size = config.handoff.update_weight_buffer_size
     trainer = config.trainer
     is_shared = trainer.tensor_model_parallel_size > 1 or trainer.pipeline_model_parallel_size > 1
@@ -137,7 +141,8 @@ def _update_bytes(config: LaunchConfig, architecture: Architecture) -> int:
     if config.rollout.dtype == "fp8":
         weights = (w.shape for layer in dict.fromkeys(architecture.layers) for w in layer.weights if is_in_fp8(w))
         quantising = max((quantiser_bytes(*shape[-2:]) for shape in weights), default=0)
-    return max(size, largest) + max(size, second) + (2 * largest if is_shared else 0) + quantising
+    under_way = 2 * max(outside, default=0) if is_shared else 0
+    return max(size, largest) + max(size, second) + under_way + stack + quantising
 
 
 def quantiser_bytes(rows: int, columns: int) -> int:

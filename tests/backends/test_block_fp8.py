@@ -259,6 +259,27 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
         dict(SCHEME),
         "the checkpoint is quantised",
     ),
+    "an embedded trainer of a checkpoint in MXFP4": (
+        {"rollout": {"dtype": "bfloat16"}, "model": {"hf_checkpoint": "org/model"}, "trainer": {"backend": "embedded"}},
+        {"quant_method": "mxfp4"},
+        r"the checkpoint is quantised \(mxfp4\)",
+    ),
+    "float32 of a checkpoint in MXFP4": (
+        {"rollout": {"dtype": "float32"}, "model": {"hf_checkpoint": "org/model"}}, {"quant_method": "mxfp4"},
+        r"the checkpoint is quantised \(mxfp4\)",
+    ),
+    "FP8 of a checkpoint in MXFP4": (BF16_CHECKPOINT, {"quant_method": "mxfp4"}, "quant_method = 'mxfp4'"),
+    "experts in one tensor": (
+        {**FP8, "model": {"architecture": {"model_type": "gpt_oss"}}}, None, "experts of gpt-oss lie in one tensor",
+    ),
+    "scales of a KV cache beside MXFP4": (
+        {
+            "rollout": {"dtype": "bfloat16"}, "model": {"hf_checkpoint": "org/model"},
+            "sglang": {"kv_cache_dtype": "fp8_e4m3"},
+        },
+        {"quant_method": "mxfp4"},
+        "loads nothing of an MXFP4 checkpoint, and no update brings scales of a KV cache",
+    ),
     "SGLang's own": ({"sglang": {"quantization": "fp8"}}, None, "quantises what an engine loads, not what an update"),
     "torchao": ({"sglang": {"torchao_config": "fp8wo"}}, None, "quantises what an engine loads, not what an update"),
     "Blackwell": ({**FP8, "hardware": {"accelerator": "cuda", "name": "GB300"}}, None, "on GB300 SGLang rewrites FP8"),
@@ -278,7 +299,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 def test_engines_that_an_update_would_spoil_are_refused(name: str):
     facts, quantisation, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message) as caught:
-        engine_scheme(LaunchConfig.model_validate(facts), quantisation)
+        engine_scheme(LaunchConfig.model_validate({"trainer": {"backend": "megatron"}} | facts), quantisation)
     assert caught.value.fix
     assert caught.value.where
 

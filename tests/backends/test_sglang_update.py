@@ -122,6 +122,13 @@ def test_names_that_cannot_be_read_are_not_checked(tmp_path: Path):
     names.end(1, is_whole=True)
 
 
+def test_experts_stay_in_one_tensor_where_a_checkpoint_has_them_so():
+    """Under other names SGLang would pass over them, and sample from the old ones."""
+    experts = [TensorSlice("model.layers.0.mlp.experts.down_proj", "bfloat16", (2, 4, 8), 0)]
+    assert len(Names("engine-0", None, "qwen3_moe").take(experts)) == 2
+    assert Names("engine-0", None, "gpt_oss").take(experts) == experts
+
+
 # -- handles on a GPU ----------------------------------------------------------------------------------
 
 

@@ -456,6 +456,14 @@ def test_context_parallel_ranks_keep_the_heads_keys_of_latents_and_values_as_wid
 BUCKET = 512 * 2**20
 
 
+def test_an_update_of_gpt_oss_brings_a_layers_experts_in_one_tensor():
+    """Gate and up projection of all experts, in both buckets and once beside them."""
+    stack = 2 * 128 * 2880 * 2 * 2880
+    assert sizes(f"--model gpt-oss-120b {H100}").gpu["update_bucket"] == 3 * stack
+    embedding, small = 2 * 201088 * 2880, 2 * 32 * 2880 * 2 * 2880  # larger than the stack: it and the head are alone
+    assert sizes(f"--model gpt-oss-20b {H100}").gpu["update_bucket"] == 2 * embedding + small
+
+
 def test_both_buckets_of_an_update_may_meet_a_matrix_larger_than_they_are():
     tied, untied = (sizes(f"--model {name} {H100}").gpu["update_bucket"] for name in ("qwen3-4b", "qwen3-8b"))
     assert tied == BUCKET + 2 * 151936 * 2560

@@ -1,7 +1,7 @@
-"""SGLang's model in this process, told of FP8 as an engine is, given an update in buckets as its ranks are.
+"""SGLang's model in this process, told of its weights as an engine is, given an update in buckets as its ranks are.
 
-Prints a JSON object of what its parameters then hold. SGLang's kernels for FP8 want a GPU (or AMX ones that have no wheel): nothing
-is computed with them here.
+Writes what its parameters then hold. SGLang's kernels for FP8, and for attention with sinks, want a GPU (or AMX ones
+that have no wheel): nothing is computed with them here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def sglang_model(directory: str, arguments: dict[str, Any]) -> Any:
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    server = ServerArgs(
-        model_path=directory, device="cpu", attention_backend="torch_native", skip_tokenizer_init=True, **arguments
-    )
+    options = {"attention_backend": "torch_native", **arguments}
+    server = ServerArgs(model_path=directory, device="cpu", skip_tokenizer_init=True, **options)
     publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0))
     start_groups(server)
     config, how = ModelConfig.from_server_args(server), LoadConfig()

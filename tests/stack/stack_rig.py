@@ -52,6 +52,13 @@ MINIMAX_M2 = {
     **LLAMA, "model_type": "minimax_m2", "intermediate_size": 16, "num_local_experts": 8, "num_experts_per_tok": 2,
     "partial_rotary_factor": 0.5,
 }  # fmt: skip
+GPT_OSS = {
+    **LLAMA, "model_type": "gpt_oss", "intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 5, "swiglu_limit": 0.5, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 4.0, "beta_slow": 0.05,
+        "truncate": False, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -88,6 +95,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm4_moe-llama3-rope": {
         **GLM4_MOE, "head_dim": 16, "partial_rotary_factor": 0.25, "use_qk_norm": False, "first_k_dense_replace": 0,
         "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6},
+    },
+    "qwen3-yarn": {**QWEN3, "rope_parameters": {"rope_theta": 1e6, **YARN, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss-other-windows": {
+        **GPT_OSS, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 17, "head_dim": 16,
+        "num_key_value_heads": 4, "num_experts_per_tok": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "minimax_m2": MINIMAX_M2,
     "minimax_m2-whole-heads": {**MINIMAX_M2, "head_dim": 16, "partial_rotary_factor": 1.0, "num_experts_per_tok": 4},
@@ -181,6 +194,6 @@ def hf_model(context: LaunchContext) -> Any:
     torch.manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("norm.weight", "bias")):
+            if name.endswith(("norm.weight", "bias", "sinks")):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model

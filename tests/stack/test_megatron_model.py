@@ -19,7 +19,7 @@ from rllaunch.backends.megatron.model import build_model
 from rllaunch.backends.megatron.options import megatron_configs
 from rllaunch.backends.megatron.placement import Placement
 from rllaunch.backends.megatron.shape import ModelShape, read_shape
-from rllaunch.backends.megatron.weights import stack_experts, unstack_experts
+from rllaunch.backends.megatron.weights import as_saved, stack_experts, unstack_experts
 
 pytestmark = pytest.mark.stack
 
@@ -51,7 +51,7 @@ def test_logits_are_those_of_transformers_packed_or_not_and_weights_come_back_ex
             in_one_row = ours(packed_1R, None, None, packed_seq_params=packing)[0, :, : shape.vocab_size]
             want = theirs(input_ids=ids_BT, use_cache=False).logits
         parameters = dict(ours.named_parameters()) | dict(ours.named_buffers())
-        back = dict(placement.gather(parameters.__getitem__, "cpu"))
+        back = dict(as_saved(placement.gather(parameters.__getitem__, "cpu"), shape))
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
     each = torch.cat([rows[:length] for rows, length in zip(want, lens, strict=True)])
     torch.testing.assert_close(in_one_row, each, rtol=2e-4, atol=2e-4)

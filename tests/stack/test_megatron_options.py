@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from stack_rig import ARCHITECTURES, LLAMA, LLAMA3_ROPE, QWEN3_MOE, make_context
+from stack_rig import ARCHITECTURES, GPT_OSS, LLAMA, LLAMA3_ROPE, QWEN3_MOE, YARN, make_context
 
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.megatron import options
@@ -83,6 +83,26 @@ def test_latent_attention_is_not_shared_by_ranks_without_sequence_parallelism() 
     configs(ARCHITECTURES["deepseek_v3"], trainer={**trainer, "sequence_parallel": True})
 
 
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"megatron": {"attention_dropout": 0.1}}, "attention_dropout = 0.1: attention with sinks drops nothing"),
+        ({"megatron": {"moe_grouped_gemm": True}}, "moe_grouped_gemm = True: no grouped product adds biases"),
+        ({"megatron": {"window_size": [64, 0]}}, "window_size = .64, 0. is decided elsewhere"),
+        ({"megatron": {"transformer_impl": "transformer_engine"}}, "local layers only, not in those of Transformer"),
+        ({"trainer": {"precision": "fp8"}}, "local layers only, not in those of Transformer Engine"),
+        ({"trainer": {"expert_tensor_parallel_size": 2}}, "of an expert's bias"),
+    ],
+)
+def test_what_attention_with_sinks_and_biases_of_experts_do_not_take_is_refused(
+    sections: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "has_transformer_engine", lambda: True)
+    with pytest.raises(ConfigError, match=says):
+        configs(GPT_OSS, **sections)
+    assert configs(GPT_OSS).transformer.transformer_impl == "local"
+
+
 def test_a_name_of_miles_is_told_and_has_no_effect() -> None:
     made = configs(megatron={"use_tis": True})
     assert made.notes == (
@@ -111,8 +131,9 @@ GROUPS_BY_THREE = {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
-        ("llama", {"model_type": "gpt_oss"}, "does not build models of type 'gpt_oss'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ("llama", {"model_type": "gpt2"}, "does not build models of type 'gpt2'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor = 1.5"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", HALF_ROTATED, "partial_rotary_factor = 0.5"),
@@ -131,6 +152,10 @@ GROUPS_BY_THREE = {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
         ("glm4_moe_lite", GROUPS_BY_THREE, "only 3 groups"),
         ("glm4_moe_lite", HALF_ROTATED, "partial_rotary_factor = 0.5"),
         ("glm4_moe_lite", {"rope_parameters": LLAMA3_ROPE}, "rope_type = 'llama3'"),
+        ("gpt_oss", {"attention_bias": False}, "biases in all layers"),
+        ("gpt_oss", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0.*only 1\.702"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window = None"),
         ("minimax_m2", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),
         ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ("minimax_m2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),

@@ -17,7 +17,17 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, CollectedUpdate, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, YARN, assert_trained_alike, critic_of, free_port
+from stack_rig import (
+    DEEPSEEK,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GPT_OSS,
+    MINIMAX_M2,
+    YARN,
+    assert_trained_alike,
+    critic_of,
+    free_port,
+)
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
@@ -45,6 +55,7 @@ FAMILIES = {
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
+    "gpt_oss": GPT_OSS,
 }
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
@@ -309,9 +320,9 @@ def test_what_needs_state_says_that_it_is_asleep(started: Any, tmp_path: Path) -
         trainer.save(str(tmp_path))
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo"])
-def test_regions_before_the_start_are_what_the_plan_says(preset: str, tmp_path: Path) -> None:
-    trainer = MegatronTrainer(launch(preset, architecture=QWEN3), Slot(0, 0, "cpu", str(tmp_path)))
+@pytest.mark.parametrize(("family", "preset"), [("qwen3", "grpo"), ("qwen3", "ppo"), ("gpt_oss", "grpo")])
+def test_regions_before_the_start_are_what_the_plan_says(family: str, preset: str, tmp_path: Path) -> None:
+    trainer = MegatronTrainer(launch(preset, architecture=FAMILIES[family]), Slot(0, 0, "cpu", str(tmp_path)))
     planned = trainer.region_bytes()
     use_cpu()
     trainer.init(RankInfo(0, 1, "", 0))
@@ -326,7 +337,9 @@ def test_regions_before_the_start_are_what_the_plan_says(preset: str, tmp_path: 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "preset"), [("qwen3", "kl"), ("deepseek_v3", "kl"), ("deepseek_v3", "ppo")])
+@pytest.mark.parametrize(
+    ("family", "preset"), [("qwen3", "kl"), ("deepseek_v3", "kl"), ("deepseek_v3", "ppo"), ("gpt_oss", "kl")]
+)
 def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: Any, tmp_path: Path) -> None:
     context = launch(preset, architecture=FAMILIES[family], trainer={"lr_decay_style": "linear"})
     trainer = started(MegatronTrainer, context)
@@ -342,7 +355,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: An
     assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss"])
 def test_transformers_loads_what_is_saved_and_training_starts_from_it(
     family: str, started: Any, tmp_path: Path
 ) -> None:
@@ -492,6 +505,22 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "expert_tensor_parallel_size": 1,
         },
     ),
+    "experts, sinks and windows": (GPT_OSS, {"expert_model_parallel_size": 2}),
+    "experts' tensors, sinks and windows": (GPT_OSS, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "experts' tensors, sinks and windows, padded": (
+        GPT_OSS,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "experts by tensor ranks, sinks and windows": (
+        GPT_OSS,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "pipeline, sinks and windows": (GPT_OSS, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}),
     "data, by tokens": (QWEN3, BY_TOKENS),
     "pipeline, by tokens": (QWEN3, {**BY_TOKENS, "pipeline_model_parallel_size": 2}),
     "experts, by tokens": (MOE, {**BY_TOKENS, "expert_model_parallel_size": 2}),
@@ -528,6 +557,10 @@ def test_two_ranks_in_any_layout_train_as_one(started: Any, tmp_path: Path) -> N
         assert (not_sent, none_bytes) == ({}, 0)
         assert sent_bytes > 0
         assert_trained_alike(name, (figures, sent), alone[key], rel=2e-3, abs_=2e-4)
+        if "sinks" in name:
+            # The biases of half the experts are 0.03% of it.
+            (norm, norm_alone) = (f[0]["grad_norm"] for f in (figures, alone[key][0]))
+            assert norm == pytest.approx(norm_alone, rel=5e-5), name
 
 
 TIED = {**TWO_GROUPS, "tie_word_embeddings": True}
@@ -537,6 +570,7 @@ BY_ONE_RANK = {
     "dense": {"architecture": TIED},
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
     "latents": {"architecture": DEEPSEEK},
+    "sinks": {"architecture": GPT_OSS},
     "adapters": {"preset": "lora", "architecture": TIED, "trainer": {"backend": "megatron"}},
     "critic": {"preset": "ppo", "architecture": TIED, "trainer": {"precision": "bf16"}, "model": {"architecture": TIED, "dtype": "bfloat16"}},
 }  # fmt: skip
@@ -555,6 +589,8 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ),
         "experts' tensors": ("experts", SP, {}),
         "latents, sequence": ("latents", SP, {}),
+        "sinks, experts' tensors": ("sinks", SP, {}),
+        "sinks, experts by 2": ("sinks", {"expert_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
         "adapters, tensor": ("adapters", {"tensor_model_parallel_size": 2}, {}),
         "adapters, pipeline": ("adapters", {"pipeline_model_parallel_size": 2}, {}),
         "critic, tensor": ("critic", SP, {}),

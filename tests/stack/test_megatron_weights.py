@@ -12,6 +12,7 @@ from stack_rig import ARCHITECTURES, make_context
 from rllaunch.backends.embedded.model import build_model, model_config
 from rllaunch.backends.megatron.shape import ModelShape, read_shape
 from rllaunch.backends.megatron.weights import (
+    as_saved,
     entries,
     from_megatron,
     missing,
@@ -35,7 +36,7 @@ def test_sharded_and_put_together_again_it_is_the_checkpoint(name: str, tp: int)
     shape = shape_of(name)
     module = build_model(make_context(ARCHITECTURES[name]))
     tensors = dict(unstack_experts(module.state_dict().items(), shape))
-    assert missing(shape, tensors) == []
+    assert missing(shape, dict(as_saved(tensors.items(), shape))) == []
     seen = set()
     for entry in entries(shape):
         whole = to_megatron(entry, [tensors[s] for s in entry.sources], shape, tp)

@@ -106,8 +106,10 @@ def checkpoint_directory(checkpoint: str) -> Path:
         return Path(checkpoint)
     from huggingface_hub import snapshot_download
 
+    # gpt-oss's repositories have the weights a second time, under other names.
+    wanted, unwanted = ["*.json", "*.safetensors"], ["original/*"]
     with loading("weights", checkpoint):
-        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(checkpoint, allow_patterns=wanted, ignore_patterns=unwanted))
 
 
 def build_model(

@@ -17,10 +17,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from rllaunch.backends.megatron.context import Segments, segments
+from rllaunch.backends.megatron.sinks import attend_with_sinks
 
 # The widest head of FlashAttention 2, which is behind torch's attention over samples of any length.
 _WIDEST_HEAD = 256
@@ -31,11 +32,26 @@ class TorchAttention(nn.Module):
 
     It needs no mask: a sample is padded at its end, which no real token of it sees. Context-parallel ranks gather all
     keys and values, and each attends with the queries it has; the gradients of keys and values go back to who has them.
+
+    Args:
+        layer_number: of the whole model, from 1 on: some layers see a window only.
     """
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self, config: Any, *_: Any, layer_number: int = 1, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__()
         self._scale = softmax_scale
+        # Called as Megatron-core's own attention calls it; filled from the checkpoint.
+        self.softmax_offset: nn.Parameter | None = None
+        self._window = 0
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(
+                torch.zeros(config.num_attention_heads // config.tensor_model_parallel_size)
+            )
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            if config.window_attn_skip_freq[layer_number - 1]:
+                self._window = config.window_size[0] + 1
         self._dropout = float(config.attention_dropout)
         self._num_ranks = int(config.context_parallel_size)
 
@@ -50,7 +66,7 @@ class TorchAttention(nn.Module):
         if packed_seq_params is not None:
             bounds = packed_seq_params.cu_seqlens_q.tolist()
             return self._by_sample(query, key, value, tuple(end - begin for begin, end in pairwise(bounds)))
-        if self._num_ranks == 1:
+        if self._num_ranks == 1 and self.softmax_offset is None:
             out_BNTE = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
             return out_BNTE.permute(2, 0, 1, 3).flatten(2).contiguous()
         T, B = query.shape[:2]
@@ -71,6 +87,17 @@ class TorchAttention(nn.Module):
             group = parallel_state.get_context_parallel_group()
             both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=group)
             k, v = torch.split(both.index_select(0, found.key_K), [k.shape[-1], v.shape[-1]], dim=-1)
+        if self.softmax_offset is not None:
+            return attend_with_sinks(
+                q_TND,
+                k,
+                v,
+                self.softmax_offset,
+                found,
+                window=self._window,
+                scale=self._scale,
+                uses_kernel=self._fits_varlen(q_TND, v),
+            )
         if self._fits_varlen(q_TND, v):
             return _varlen(q_TND, k, v, found, self._scale)
         queries, keys = list(found.num_queries), list(found.num_keys)

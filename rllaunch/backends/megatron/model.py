@@ -13,6 +13,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from rllaunch.backends.megatron.biased_experts import add_biases_once
 from rllaunch.backends.megatron.head_norms import norm_all_heads
 from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
@@ -44,7 +45,7 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.is_tied,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if shape.rope.kind == "yarn" and not shape.latent else "rope",
         rotary_percent=shape.rope.share,
         rotary_base=shape.rope.theta,
         rope_scaling=shape.rope.kind == "llama3",
@@ -52,6 +53,8 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
     )
     if shape.latent:
         _set_latent_norms(model)
+    if shape.linear_bias:
+        add_biases_once(model)
     if shape.pad_id is not None and model.pre_process:
         _keep_embedding_of(shape.pad_id, model.embedding.word_embeddings)
     return model

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from rllaunch.backends.megatron.option_names import ALIASES, FOREIGN, OWN, UNSERVED
-from rllaunch.backends.megatron.shape import Experts, Latent, ModelShape, Rope
+from rllaunch.backends.megatron.shape import SIGMOID_SLOPE, Experts, Latent, ModelShape, Rope
 from rllaunch.errors import ConfigError, did_you_mean
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -52,7 +53,7 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     _check_served(config, shape)
     given, notes = _given(config.megatron.model_extra or {})
     # Adapters read the inputs of linear layers, which those of Transformer Engine hide behind a fused norm.
-    uses_te_unless_told = has_transformer_engine() and not config.has_lora
+    uses_te_unless_told = has_transformer_engine() and not config.has_lora and not shape.has_sinks
     impl = given.get("transformer_impl", "transformer_engine" if uses_te_unless_told else "local")
     if impl not in ("local", "transformer_engine") or (impl == "transformer_engine" and not has_transformer_engine()):
         raise ConfigError(
@@ -67,6 +68,12 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             "LoRA adapters are built beside Megatron-core's local layers only, not those of Transformer Engine",
             "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
             "leave transformer_impl out and use --train-precision bf16, or --lora-rank 0",
+        )
+    if shape.has_sinks and (uses_te or config.trainer.precision == "fp8"):
+        raise ConfigError(
+            "attention sinks and biases of experts are built in local layers only, not in those of Transformer Engine",
+            "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
+            "leave transformer_impl out and use --train-precision bf16",
         )
     if not uses_te and (how := given.get("cp_comm_type", "all_gather")) != "all_gather":
         raise ConfigError(
@@ -84,8 +91,14 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     sums = {"average_in_collective": False}
     sharded = {"use_distributed_optimizer": True}
     _check_given(given, fixed | optimizer | sums)
+    # Megatron-core refuses biases of experts that ranks share, which it would add on each; `biased_experts` does not.
+    transformer = _build(transformer_class, fixed | {"add_bias_linear": False}, free, given)
+    transformer.add_bias_linear = shape.linear_bias
+    if shape.rope.kind == "yarn" and not shape.latent:
+        for name, value in _yarn(shape.rope).items():
+            setattr(transformer, name, value)
     return MegatronConfigs(
-        _build(transformer_class, fixed, free, given),
+        transformer,
         _build(DistributedDataParallelConfig, sums, sharded | {"grad_reduce_in_fp32": True}, given),
         _build(OptimizerConfig, optimizer, sharded, given),
         uses_te,
@@ -156,6 +169,24 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"qkv_format = {given!r} is not known", "[megatron] qkv_format", did_you_mean(given, QKV_FORMATS)
         )
+    options = config.megatron.model_extra or {}
+    for name, is_unserved, why in (
+        ("attention_dropout", shape.has_sinks, "attention with sinks drops nothing"),
+        ("moe_grouped_gemm", shape.linear_bias, "no grouped product adds biases of experts"),
+    ):
+        if is_unserved and options.get(name):
+            raise ConfigError(f"{name} = {options[name]!r}: {why}", f"[megatron] {name}", "leave it out")
+    expert_tp = trainer.expert_tensor_parallel_size or trainer.tensor_model_parallel_size
+    if shape.linear_bias and expert_tp > trainer.tensor_model_parallel_size:
+        raise ConfigError(
+            "of an expert's bias, which each rank that shares the expert has whole, the norm of all gradients would "
+            "count several",
+            [
+                f"trainer.expert_tensor_parallel_size = {expert_tp}",
+                f"trainer.tensor_model_parallel_size = {trainer.tensor_model_parallel_size}",
+            ],
+            "use no more expert-tensor-parallel ranks than tensor-parallel ones",
+        )
     if trainer.tensor_model_parallel_size > 1 and shape.latent and not trainer.sequence_parallel:
         raise ConfigError(
             "with latent attention, Megatron-core adds the gradients of tensor-parallel ranks only where they share "
@@ -206,9 +237,12 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": shape.qk_norm != "none" or shape.latent is not None,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
         "multi_latent_attention": shape.latent is not None,
+        "softmax_type": "learnable" if shape.has_sinks else "vanilla",
+        "window_size": (max(shape.windows) - 1, 0) if any(shape.windows) else None,
+        "window_attn_skip_freq": [int(window > 0) for window in shape.windows] or None,
     }
     if shape.latent:
         fixed |= _latent(shape.latent, shape.rope)
@@ -236,9 +270,28 @@ def _latent(latent: Latent, rope: Rope) -> dict[str, Any]:
     }
 
 
+def sloped_silu(gate: Tensor) -> Tensor:
+    """Megatron-core's `quick_gelu`, which it compiles: for that a machine without a compiler has nothing."""
+    return gate * torch.sigmoid(SIGMOID_SLOPE * gate)
+
+
+def _yarn(rope: Rope) -> dict[str, Any]:
+    """What `GPTModel` and its attention read of a config that has no fields for it (0.16.1, 0.19.2)."""
+    return {
+        "yarn_rotary_scaling_factor": rope.factor,
+        "yarn_original_max_position_embeddings": rope.original_length,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "yarn_mscale": rope.mscale,
+        "yarn_mscale_all_dim": rope.mscale_all_dim,
+        "yarn_correction_range_round_to_int": rope.rounds,
+    }
+
+
 def _experts(experts: Experts) -> dict[str, Any]:
     groups, of_them = experts.groups or (None, None)
-    return {
+    clamped = {"activation_func": sloped_silu, "activation_func_clamp_value": experts.clamp, "glu_linear_offset": 1.0}
+    return (clamped if experts.clamp is not None else {}) | {
         "num_moe_experts": experts.number,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.width,

@@ -140,7 +140,7 @@ def _bands(entry: Entry, held: Held, rows: int, whole_rows: int) -> list[tuple[i
     """Rows of a parameter that stand together in the whole one: first, last and the row they become there."""
     if entry.split != 0 or held.num_shards == 1:
         return [(0, min(rows, whole_rows), 0)]
-    if entry.form == "gated":
+    if entry.has_halves:
         half = rows // 2
         return [(0, half, held.shard * half), (half, rows, whole_rows // 2 + held.shard * half)]
     to_row = held.shard * rows

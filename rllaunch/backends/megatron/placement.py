@@ -152,7 +152,7 @@ class Placement:
                     mine = local_of(self.held[index].name).detach()
                 if holders == everyone:
                     # Rows of q, k and v lie between each other: on the host they would be copied at its speed.
-                    shards.append(mine.to(device, non_blocking=True) if entry.form == "qkv" else mine)
+                    shards.append(mine.to(device, non_blocking=True) if entry.is_rearranged else mine)
                     continue
                 if rank == sender:
                     shared = mine.to(device, non_blocking=True).contiguous()

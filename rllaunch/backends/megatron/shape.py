@@ -16,10 +16,11 @@ _LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: `default`, `llama3` (one factor) or, for latent attention, `yarn`.
+    """Rotary embedding: `default`, `llama3` (one factor) or `yarn`.
 
     Args:
         share: of a head's dimensions, from the first, that are rotated; the rest stay as they are.
+        rounds: the dimensions between which yarn blends are whole numbers.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Rope:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    rounds: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Experts:
         normalizes: the weights of the chosen experts sum to one before `scaling`.
         groups: groups of experts and how many of them a token may use; None: no groups.
         has_bias: a bias decides, beside the scores, which experts are chosen.
+        clamp: bound of what is gated and of its gate, where that is not SiLU but gpt-oss's: (up + 1) · gate ·
+            sigmoid(1.702 gate); None: SiLU.
+        is_stacked: checkpoints have one tensor of all experts, each input features first, and rows of gate and up
+            projection in turn.
     """
 
     number: int
@@ -66,6 +72,8 @@ class Experts:
     groups: tuple[int, int] | None = None
     shared_width: int = 0
     has_bias: bool = False
+    clamp: float | None = None
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,10 @@ class ModelShape:
 
     Args:
         qk_norm: of queries and keys: none, one of a head's width, or one over all heads.
+        linear_bias: of every linear layer but the head: attention's output, routers and experts as well.
+        has_sinks: every head has a learned logit in its softmax that adds nothing to the sum.
+        windows: of each layer, how many positions a query sees, its own among them; 0: all before it. Empty: all see
+            all.
     """
 
     model_type: str
@@ -90,6 +102,9 @@ class ModelShape:
     is_tied: bool = False
     qk_norm: Literal["none", "head", "all"] = "none"
     qkv_bias: bool = False
+    linear_bias: bool = False
+    has_sinks: bool = False
+    windows: tuple[int, ...] = ()
     latent: Latent | None = None
     experts: Experts | None = None
     pad_id: int | None = None
@@ -120,7 +135,8 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
         )
     if facts.get("hidden_act", "silu") != "silu":
         raise _unlike("hidden_act", facts["hidden_act"], "only silu")
-    if facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ()):
+    slides = facts.get("use_sliding_window") or "sliding_attention" in (facts.get("layer_types") or ())
+    if slides and model_type not in _WINDOWED:
         raise _unlike("sliding_window", facts.get("sliding_window"), "only full attention")
     return family(facts)
 
@@ -209,6 +225,32 @@ def _minimax_m2(facts: Mapping[str, Any]) -> ModelShape:
     return ModelShape(**_common(facts, rotates_part=True), qk_norm="all", experts=experts)
 
 
+def _gpt_oss(facts: Mapping[str, Any]) -> ModelShape:
+    top_k, alpha = facts["num_experts_per_tok"], facts.get("swiglu_alpha", SIGMOID_SLOPE)
+    if not facts["attention_bias"]:
+        raise _unlike("attention_bias", False, "biases in all layers of this family or in none")
+    if top_k == 1:
+        raise _unlike("num_experts_per_tok", 1, "no normalised weight of one expert a token")
+    if alpha != SIGMOID_SLOPE:
+        raise _unlike("swiglu_alpha", alpha, f"only {SIGMOID_SLOPE}")
+    layers, window = facts["num_hidden_layers"], facts["sliding_window"]
+    kinds = facts.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    if "sliding_attention" in kinds and not window:
+        raise _unlike("sliding_window", window, "a width of every window")
+    experts = Experts(
+        number=facts.get("num_local_experts") or facts["num_experts"],
+        top_k=top_k,
+        width=facts["intermediate_size"],
+        is_sparse=(True,) * layers,
+        clamp=float(facts["swiglu_limit"]),
+        is_stacked=True,
+    )
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return ModelShape(
+        **_common(facts), qkv_bias=True, linear_bias=True, has_sinks=True, windows=windows, experts=experts
+    )
+
+
 def _latent_with_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
@@ -267,7 +309,12 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "minimax_m2": _minimax_m2,
+    "gpt_oss": _gpt_oss,
 }
+# Families of which some layers see a window only.
+_WINDOWED = ("gpt_oss",)
+SIGMOID_SLOPE = 1.702
+"""Of the gate of gpt-oss's experts: what SGLang takes it to be (0.5.23 models/gpt_oss.py)."""
 
 
 def _common(facts: Mapping[str, Any], *, rotates_part: bool = False) -> dict[str, Any]:
@@ -306,6 +353,8 @@ def _rope(facts: Mapping[str, Any], rotates_part: bool) -> Rope:
             if given.get(name, fixed) != fixed:
                 raise _unlike(f"rope_parameters.{name}", given[name], f"only {fixed}")
         return Rope(kind, theta, share, float(given["factor"]))
+    if kind == "yarn" and not is_latent and not rotates_part:
+        return _plain_yarn(theta, given)
     if kind == "yarn" and is_latent:
         if given.get("attention_factor") is not None or not given.get("truncate", True):
             raise _unlike("rope_parameters", given, "neither attention_factor nor truncate = false")
@@ -320,7 +369,28 @@ def _rope(facts: Mapping[str, Any], rotates_part: bool) -> Rope:
             float(given.get("mscale") or 1.0),
             float(given.get("mscale_all_dim") or 0.0),
         )
-    raise _unlike("rope_parameters.rope_type", kind, "default, llama3 without and yarn with latent attention")
+    raise _unlike(
+        "rope_parameters.rope_type", kind, "default, yarn of whole heads, and llama3 without latent attention"
+    )
+
+
+def _plain_yarn(theta: float, given: Mapping[str, Any]) -> Rope:
+    if given.get("attention_factor") is not None:
+        raise _unlike("rope_parameters.attention_factor", given["attention_factor"], "the one that follows from factor")
+    # One without the other counts for nothing.
+    scales = (given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0)
+    mscale, mscale_all_dim = scales if all(scales) else (1.0, 0.0)
+    return Rope(
+        "yarn",
+        theta,
+        factor=float(given["factor"]),
+        original_length=int(given["original_max_position_embeddings"]),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        mscale=float(mscale),
+        mscale_all_dim=float(mscale_all_dim),
+        rounds=bool(given.get("truncate", True)),
+    )
 
 
 def _unlike(name: str, value: Any, has: str) -> ConfigError:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext
-from rllaunch.backends.block_fp8 import scale_name, scheme_of
+from rllaunch.backends.block_fp8 import is_mxfp4, scale_name, scheme_of
 from rllaunch.backends.embedded import model as embedded
 from rllaunch.backends.megatron.shape import ModelShape
-from rllaunch.backends.megatron.weights import missing, unstack_experts
-from rllaunch.backends.quantise import E4M3, dequantise
+from rllaunch.backends.megatron.weights import missing, stored, unstack_experts
+from rllaunch.backends.quantise import E4M3, dequantise, dequantise_mxfp4
 from rllaunch.errors import ConfigError
 
 
 def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str], Tensor]:
     """Name of a checkpoint's tensor → the tensor, on the host; read when it is asked for.
 
-    A weight in FP8 with scales for its blocks comes in float32.
+    A weight in FP8 with scales for its blocks comes in float32, one in MXFP4 in bfloat16, which has all its values.
 
     Raises:
         ConfigError: the checkpoint lacks tensors of the model, or holds them in a type that cannot be trained.
@@ -30,7 +30,8 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
     if not checkpoint:
         module = embedded.build_model(context, dtype=torch.float32, with_lora=False)
         return dict(unstack_experts(((n, t.detach()) for n, t in module.state_dict().items()), shape)).__getitem__
-    if (quantisation := embedded.quantisation_of(context)) is not None:
+    quantisation = embedded.quantisation_of(context)
+    if quantisation is not None and not (is_mxfp4(quantisation) and shape.experts and shape.experts.is_stacked):
         scheme_of(quantisation)  # others have scales that are read otherwise
     directory = embedded.checkpoint_directory(checkpoint)
     files = _files(directory)
@@ -61,13 +62,25 @@ def _files(directory: Path) -> dict[str, Path]:
 def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
     from safetensors import safe_open
 
-    def read(name: str) -> Tensor:
+    def read(name: str, number: int | None = None) -> Tensor:
         with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name) if number is None else file.get_slice(name)[number]
             return tensor
 
-    def tensor_of(name: str) -> Tensor:
-        tensor = read(name)
+    def read_mxfp4(name: str, number: int | None) -> Tensor:
+        blocks, scales = f"{name}_blocks", f"{name}_scales"
+        if scales not in files:
+            raise ConfigError(f"the checkpoint lacks {scales}", str(files[blocks].parent), "it is damaged")
+        try:
+            return dequantise_mxfp4(read(blocks, number), read(scales, number)).t()
+        except ValueError as err:
+            raise ConfigError(f"{name}: {err}", str(files[blocks]), "the checkpoint is damaged") from err
+
+    def tensor_of(source: str) -> Tensor:
+        name, number = stored(source)
+        if name not in files:
+            return read_mxfp4(name, number)
+        tensor = read(name, number)
         scales = scale_name(name)
         if tensor.dtype == E4M3 and scales in files:
             try:
@@ -78,7 +91,7 @@ def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
             raise ConfigError(
                 f"{name} is held as {tensor.dtype}",
                 str(files[name]),
-                "training starts from a checkpoint in bfloat16, float32 or FP8 with its scales; cast it first",
+                "training starts from a checkpoint in bfloat16, float32, or FP8 or MXFP4 with scales; cast it first",
             )
         return tensor
 

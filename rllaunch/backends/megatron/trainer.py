@@ -23,7 +23,7 @@ from rllaunch.backends.base import (
     TrainMetrics,
     WeightSink,
 )
-from rllaunch.backends.block_fp8 import engine_scheme
+from rllaunch.backends.block_fp8 import engine_scheme, require_quantised
 from rllaunch.backends.embedded.host_copies import make_host_copies
 from rllaunch.backends.embedded.model import model_config, quantisation_of
 from rllaunch.backends.embedded.pool import open_pools
@@ -44,6 +44,7 @@ from rllaunch.backends.megatron.saver import SavedState
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.steps import Steps
 from rllaunch.backends.megatron.update import BucketSender, as_engine_wants, bucket_bytes, require_fp8_fits
+from rllaunch.backends.megatron.weights import as_saved
 from rllaunch.backends.node_memory import GpuMemory
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.architecture import read_architecture
@@ -66,6 +67,8 @@ class MegatronTrainer:
         self._facts = model_config(context).to_dict()
         self._fp8 = engine_scheme(context.config, quantisation_of(context))
         shape = read_shape(self._facts)
+        if self._fp8 is not None:
+            require_quantised(shape.model_type)
         self._bucket_bytes = bucket_bytes(context, shape, with_scales=self._fp8 is not None)
         self._sender = BucketSender(Path(slot.ledger_dir) / f"update-{slot.index}.bin", self._bucket_bytes)
         # An engine in a process of its own reads GPU memory of ours; the embedded one reads a file.
@@ -301,6 +304,7 @@ class MegatronTrainer:
         state = state_pieces(self.built, with_copies=False)
         checkpoint.save_state(Path(directory), state, self._facts_of_state(), self.steps.num_steps)
         named = self.built.placement.gather(self._local(self._gather_device()), self._gather_device())
+        named = as_saved(named, self.built.shape)
         checkpoint.export(named, self.context, self._tokenizer, Path(directory) / "hf")
 
     def load(self, directory: str) -> None:

@@ -15,7 +15,7 @@ from rllaunch.backends.embedded.layout import dtype_name
 from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.backends.megatron.shape import ModelShape
-from rllaunch.backends.megatron.weights import entries, stack_experts
+from rllaunch.backends.megatron.weights import as_saved, entries, stack_experts
 from rllaunch.backends.quantise import quantise
 from rllaunch.plan.architecture import read_architecture
 
@@ -40,9 +40,8 @@ def as_engine_wants(
     """
     dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
     is_embedded = context.config.rollout.backend == "embedded"
-    if is_embedded and shape.experts:
-        named = stack_experts(named, shape)
     cast = _cast(named, dtype, has_buffers=not is_embedded)
+    cast = stack_experts(cast, shape) if is_embedded and shape.experts else as_saved(cast, shape)
     yield from _in_block_fp8(cast, fp8, device) if fp8 is not None else cast
 
 
@@ -95,7 +94,7 @@ def bucket_bytes(context: LaunchContext, shape: ModelShape, *, with_scales: bool
     """
     itemsize = 4 if context.config.rollout.dtype == "float32" else 2
     largest = shape.vocab_size * shape.hidden_size
-    if shape.experts and context.config.rollout.backend == "embedded":
+    if shape.experts and (shape.experts.is_stacked or context.config.rollout.backend == "embedded"):
         largest = max(largest, shape.experts.number * 2 * shape.experts.width * shape.hidden_size)
     asked = max(context.config.handoff.update_weight_buffer_size, largest * itemsize)
     facts = model_config(context).to_dict()

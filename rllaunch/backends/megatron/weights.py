@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rllaunch.backends.megatron.shape import ModelShape
 
-Form = Literal["plain", "vocab", "qkv", "gated"]
+Form = Literal["plain", "vocab", "qkv", "gated", "turned", "woven"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Entry:
             stand for a rank's own numbers.
         sources: the checkpoint's tensors, in the order they lie in the parameter.
         form: `plain` one tensor as it is; `vocab` one with rows to pad; `qkv` queries, keys and values interleaved by
-            group of key heads; `gated` gate and up projection, one after the other on each rank.
+            group of key heads; `gated` gate and up projection, one after the other on each rank; `turned` one that has
+            input features first; `woven` as `gated`, of one tensor that has input features first, if it has any, and
+            outputs of gate and up projection in turn.
         split: the dimension ranks share, where they do.
         layer, expert: 0-based, of the whole model; None outside of them.
         is_copy: of another entry's values: it is filled, but never read.
@@ -48,6 +50,16 @@ class Entry:
     @property
     def is_sent(self) -> bool:
         return not (self.is_copy or self.is_adapter)
+
+    @property
+    def has_halves(self) -> bool:
+        """Each rank has a part of the first half of the rows, and the same part of the second."""
+        return self.form in ("gated", "woven")
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Its elements lie in another order in the checkpoint: `from_megatron` copies all of them."""
+        return self.form in ("qkv", "turned", "woven")
 
 
 @dataclass(frozen=True)
@@ -73,9 +85,10 @@ def entries(shape: ModelShape) -> list[Entry]:
     """All parameters of the model in the order of its checkpoint; the same on every rank."""
     embedding = "model.embed_tokens.weight"
     made = [Entry(("embedding.word_embeddings.weight",), (embedding,), "vocab", 0)]
+    experts = _stacked_experts if shape.experts and shape.experts.is_stacked else _experts
     for layer in range(shape.num_layers):
         made += _attention(shape, layer)
-        made += _experts(shape, layer) if shape.is_sparse(layer) else _dense(layer)
+        made += experts(shape, layer) if shape.is_sparse(layer) else _dense(layer)
         made += _norms(shape, layer)
     made.append(Entry(("decoder.final_layernorm.weight",), ("model.norm.weight",)))
     head = embedding if shape.is_tied else "lm_head.weight"
@@ -92,6 +105,10 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
             sources = tuple(f"{of}.{part}_proj.{kind}" for part in "qkv")
             yield Entry((f"{at}.linear_qkv.{kind}",), sources, "qkv", 0, layer)
     yield Entry((f"{at}.linear_proj.weight",), (f"{of}.o_proj.weight",), split=1, layer=layer)
+    if shape.linear_bias:
+        yield Entry((f"{at}.linear_proj.bias",), (f"{of}.o_proj.bias",), layer=layer)
+    if shape.has_sinks:
+        yield Entry((f"{at}.core_attention.softmax_offset",), (f"{of}.sinks",), split=0, layer=layer)
     if shape.qk_norm != "none":
         for part in "qk":
             yield Entry((f"{at}.{part}_layernorm.weight",), (f"{of}.{part}_norm.weight",), layer=layer)
@@ -137,6 +154,24 @@ def _experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
         yield from _gated(f"{at}.shared_experts", f"{of}.shared_experts", layer)
 
 
+def _stacked_experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    """Of gpt-oss, in the order in which a checkpoint stacks them: of each of its tensors all experts."""
+    assert shape.experts is not None, "asked for a sparse layer only"
+    at, of = "decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    for kind in ("weight", "bias"):
+        yield Entry((f"{at}.router.{kind}",), (f"{of}.router.{kind}",), layer=layer)
+    parts: tuple[tuple[str, str, Form, int | None], ...] = (
+        ("linear_fc1.weight", "gate_up_proj", "woven", 0),
+        ("linear_fc1.bias", "gate_up_proj_bias", "woven", 0),
+        ("linear_fc2.weight", "down_proj", "turned", 1),
+        ("linear_fc2.bias", "down_proj_bias", "plain", None),
+    )
+    for name, source, form, split in parts:
+        for expert in range(shape.experts.number):
+            names = f"{at}.experts.local_experts.{{expert}}.{name}", f"{at}.experts.{name}{{expert}}"
+            yield Entry(names, (f"{of}.experts.{expert}.{source}",), form, split, layer, expert)
+
+
 def _gated(at: str, of: str, layer: int) -> Iterator[Entry]:
     gate_up = (f"{of}.gate_proj.weight", f"{of}.up_proj.weight")
     yield Entry((f"{at}.linear_fc1.weight",), gate_up, "gated", 0, layer)
@@ -165,6 +200,9 @@ def to_megatron(entry: Entry, sources: Sequence[Tensor], shape: ModelShape, tp: 
     if entry.form == "vocab":
         extra = shape.padded_vocab_size(tp) - sources[0].shape[0]
         return torch.nn.functional.pad(sources[0], (0, 0, 0, extra)) if extra else sources[0]
+    if entry.form in ("turned", "woven"):
+        turned = sources[0].t()  # a vector stays as it is
+        return torch.cat([turned[0::2], turned[1::2]]) if entry.form == "woven" else turned
     return torch.cat(list(sources)) if len(sources) > 1 else sources[0]
 
 
@@ -174,6 +212,9 @@ def from_megatron(entry: Entry, whole: Tensor, shape: ModelShape) -> list[Tensor
         return _separate(whole, shape)
     if entry.form == "vocab":
         return [whole[: shape.vocab_size]]
+    if entry.form in ("turned", "woven"):
+        rows = torch.stack(whole.chunk(2), dim=1).flatten(0, 1) if entry.form == "woven" else whole
+        return [rows.t()]
     return list(whole.chunk(len(entry.sources)))
 
 
@@ -195,7 +236,7 @@ def shard(entry: Entry, whole: Tensor, rank: int, size: int) -> Tensor:
     """The part of a whole parameter that tensor-parallel rank `rank` of `size` holds."""
     if size == 1 or entry.split is None:
         return whole
-    if entry.form == "gated":
+    if entry.has_halves:
         return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
     return whole.chunk(size, dim=entry.split)[rank]
 
@@ -205,7 +246,7 @@ def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
     if len(shards) == 1:
         return shards[0]
     assert entry.split is not None, "only a parameter with a dimension to split has several shards"
-    if entry.form == "gated":
+    if entry.has_halves:
         halves = [s.chunk(2) for s in shards]
         return torch.cat([half[i] for i in (0, 1) for half in halves])
     return torch.cat(list(shards), dim=entry.split)
@@ -214,10 +255,17 @@ def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
 # -- experts as transformers' modules keep them ----------------------------------------------------
 
 _STACKED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_STACKED_IN_FILES = re.compile(r"(.*\.mlp\.experts)\.(\d+\.)?((?:gate_up|down)_proj(?:_bias)?)$")
 
 
 def unstack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Names of a module of transformers 5 → those of its checkpoint: each expert's matrices by themselves."""
+    """Names of a module of transformers 5 → the sources of entries: each expert's matrices by themselves.
+
+    Such are the names of a checkpoint too, but of a family whose checkpoints have experts stacked.
+    """
+    if shape.experts and shape.experts.is_stacked:
+        yield from _unstack(named)
+        return
     called = _names_of_experts(shape)
     for name, tensor in named:
         if not (found := _STACKED.match(name)):
@@ -232,7 +280,10 @@ def unstack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> I
 
 
 def stack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """The way back; a layer's experts must come one after the other."""
+    """The way back; a layer's experts must come one after the other, in the order of the entries."""
+    if shape.experts and shape.experts.is_stacked:
+        yield from _stack(named, shape.experts.number)
+        return
     called, number = _names_of_experts(shape), shape.experts.number if shape.experts else 0
     single = re.compile(rf"(.*)\.{called.block}\.experts\.(\d+)\.({called.gate}|{called.up}|{called.down})\.weight$")
     waiting: dict[tuple[int, str], Tensor] = {}
@@ -249,6 +300,48 @@ def stack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Ite
     assert not waiting, "every layer's experts are whole"
 
 
+def as_saved(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """The sources of entries, in their order → what a checkpoint of the family has."""
+    is_stacked = shape.experts is not None and shape.experts.is_stacked
+    yield from stack_experts(named, shape) if is_stacked else named
+
+
+def _unstack(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named:
+        if not (found := _STACKED_IN_FILES.match(name)):
+            yield name, tensor
+            continue
+        for number, one in enumerate(tensor):
+            yield f"{found[1]}.{number}.{found[3]}", one
+
+
+def _stack(named: Iterable[tuple[str, Tensor]], number: int) -> Iterator[tuple[str, Tensor]]:
+    """No more than one stack is held at a time."""
+    waiting = iter(named)
+    for name, tensor in waiting:
+        found = _STACKED_IN_FILES.match(name)
+        if not found or found[2] is None:
+            yield name, tensor
+            continue
+        assert found[2] == "0.", f"{name} is the first of its kind"
+        whole = torch.empty(number, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        whole[0] = tensor
+        for expert in range(1, number):
+            name, tensor = next(waiting)
+            assert name == f"{found[1]}.{expert}.{found[3]}", f"{name} is the next of its kind"
+            whole[expert] = tensor
+        yield f"{found[1]}.{found[3]}", whole
+
+
+def stored(source: str) -> tuple[str, int | None]:
+    """The tensor of a checkpoint that holds a source of an entry, and which expert's part it is; None: all of it."""
+    found = _STACKED_IN_FILES.match(source)
+    if found is None or found[2] is None:
+        return source, None
+    return f"{found[1]}.{found[3]}", int(found[2][:-1])
+
+
 def missing(shape: ModelShape, checkpoint: Mapping[str, object]) -> list[str]:
     """Names the model needs that a checkpoint does not have."""
-    return [s for e in entries(shape) for s in e.sources if s not in checkpoint]
+    needed = dict.fromkeys(stored(source)[0] for entry in entries(shape) for source in entry.sources)
+    return [name for name in needed if name not in checkpoint and f"{name}_blocks" not in checkpoint]

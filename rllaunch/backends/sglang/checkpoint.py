@@ -56,7 +56,7 @@ def _quantise_files(directory: Path, fp8: BlockFp8) -> None:
 def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str, int] | None:
     """Name → bytes of every tensor in a directory of safetensors; None where there are none (a hub name, `.bin` files).
 
-    Reads the headers only.
+    Reads the headers only. Weights in MXFP4 count as the bfloat16 ones that they are read as.
 
     Args:
         fp8: the tensors as if these were in FP8, with those of their scales.
@@ -71,6 +71,10 @@ def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str,
                 piece = opened.get_slice(name)
                 bits = _BITS.get(piece.get_dtype(), 8)
                 shape = piece.get_shape()
+                if name.endswith(_MXFP4):
+                    if name.endswith(_MXFP4[0]):  # bytes of two values each
+                        sizes[name.removesuffix("_blocks")] = 4 * math.prod(shape)
+                    continue
                 sizes[name] = math.prod(shape) * bits // 8
                 if fp8 is not None and fp8.holds(name):
                     sizes[name] = math.prod(shape)
@@ -85,6 +89,8 @@ def of_layers(tensors: Mapping[str, int], num_layers: int) -> dict[str, int]:
     return {n: tensors[n] for n, match in found.items() if match is None or int(match[1]) < num_layers}
 
 
+# Endings of the two tensors that make up one in MXFP4.
+_MXFP4 = ("_proj_blocks", "_proj_scales")
 # Of a file that is written: no more of it is in memory at a time.
 _FILE_BYTES = 2**31
 # safetensors' names of types wider or narrower than a byte; every other type is a byte.

@@ -14,7 +14,7 @@ import numpy as np
 
 from rllaunch.backends.base import Bucket, GenerateRequest, GenerateResult, LaunchContext, Slot
 from rllaunch.backends.block_fp8 import BlockFp8, loads_nothing
-from rllaunch.backends.embedded.model import checkpoint_directory
+from rllaunch.backends.embedded.model import checkpoint_directory, model_config
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, of_layers
 from rllaunch.backends.sglang.options import given, meeting_point
 from rllaunch.backends.sglang.part import NodePart
@@ -69,11 +69,12 @@ class SglangEngine(NodePart):
             is_empty = loads_nothing(context.config, self._quantisation)
             # Also of the hub's, which the trainer reads anyway: nothing else says what an update must bring.
             where = str(checkpoint_directory(path)) if is_empty else path
-            tensors = checkpoint_tensors(where, BlockFp8() if is_empty else None)
+            is_fp8 = is_empty and context.config.rollout.dtype == "fp8"
+            tensors = checkpoint_tensors(where, BlockFp8() if is_fp8 else None)
             layers = context.config.model.architecture.get("num_hidden_layers")
             if tensors and layers and not given(context).get("speculative_algorithm"):
                 tensors = of_layers(tensors, layers)
-            self._names = Names(self.name, tensors)
+            self._names = Names(self.name, tensors, model_config(context).model_type)
             self._must_be_whole = is_empty or not context.config.model.hf_checkpoint
             self._pad_id, self._eos_ids = ids_of(context)
             usage, ranks = self._start_process("start", path, self._meeting_point)
@@ -96,6 +97,7 @@ class SglangEngine(NodePart):
         """
         config = self.context.config
         is_loaded = given(self.context).get("load_format", "auto") != "dummy"
+        is_loaded &= not loads_nothing(config, self._quantisation)
         return is_loaded and (config.rollout.dtype != "fp8" or not config.model.hf_checkpoint)
 
     def _sizes_of(self, usage: Mapping[str, Any], checkpoint_bytes: int) -> dict[Region, int]:

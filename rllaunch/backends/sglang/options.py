@@ -126,16 +126,15 @@ def _precision(context: LaunchContext, quantisation: Mapping[str, Any] | None) -
 
     Of one that is not nothing is loaded. SGLang's own `quantization = fp8` has one scale for a matrix or a row, which
     no update brings; told of blocks it makes parameters as for a checkpoint that has them, and these are filled by the
-    first update. A dict in the overrides takes the place of what `config.json` has (sglang 0.5.17 and 0.5.23
+    first update. So are those of engines in bfloat16 of a checkpoint in MXFP4, which are told of no quantisation. What
+    is in the overrides takes the place of what `config.json` has (sglang 0.5.17 and 0.5.23
     `utils/hf_transformers/config.py`, `get_config`).
     """
     engine_scheme(context.config, quantisation)
     name = context.config.rollout.dtype
-    if name in ("float32", "bfloat16"):
-        return {"dtype": name}
     if not loads_nothing(context.config, quantisation):
-        return {"dtype": "bfloat16"}
-    overrides = json.dumps({"quantization_config": SCHEME})
+        return {"dtype": "bfloat16" if name == "fp8" else name}
+    overrides = json.dumps({"quantization_config": SCHEME if name == "fp8" else None})
     return {"dtype": "bfloat16", "load_format": "dummy", "json_model_override_args": overrides}
 
 

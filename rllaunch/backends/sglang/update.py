@@ -24,6 +24,11 @@ from rllaunch.errors import RunError
 # E experts, I intermediate size of one, H hidden size
 
 _FUSED_EXPERTS = re.compile(r"(?P<prefix>.*\.experts)\.(?P<part>gate_up_proj|down_proj)$")
+# Over this tensor of gpt-oss all ranks but the first write zeros where it lies, so that its biases are added once: not
+# before the first has read it (sglang 0.5.23 models/gpt_oss.py). Over CUDA IPC each rank has a bucket of its own.
+_ZEROED = ".experts.down_proj_bias"
+# Families whose checkpoints, and SGLang, have experts in one tensor, as transformers has.
+_FUSED_FAMILIES = ("gpt_oss",)
 
 
 def as_checkpoint(tensors: Sequence[TensorSlice]) -> Iterator[TensorSlice]:
@@ -52,10 +57,12 @@ class Names:
 
     Args:
         known: names of the checkpoint the engine loaded; None: they cannot be read, and nothing is checked.
+        model_type: of the model's `config.json`.
     """
 
-    def __init__(self, owner: str, known: Collection[str] | None) -> None:
+    def __init__(self, owner: str, known: Collection[str] | None, model_type: str = "") -> None:
         self._owner = owner
+        self._is_fused = model_type in _FUSED_FAMILIES
         self._known = None if known is None else frozenset(known)
         self._missing: set[str] = set()
 
@@ -70,7 +77,7 @@ class Names:
         """
         self._check_joined(tensors)
         if self._known is None:
-            return list(as_checkpoint(tensors))
+            return list(tensors) if self._is_fused else list(as_checkpoint(tensors))
         taken: list[TensorSlice] = []
         for tensor in tensors:
             taken += [tensor] if tensor.name in self._known else as_checkpoint([tensor])
@@ -119,6 +126,7 @@ class Payloads:
         self._num_ranks = num_ranks
         self._file: SharedFile | None = None
         self._shared = torch.empty(0, dtype=torch.uint8)
+        self._copies: list[Tensor] = []
 
     def of(self, bucket: Bucket, tensors: Sequence[TensorSlice]) -> list[bytes]:
         from multiprocessing.reduction import ForkingPickler
@@ -135,6 +143,8 @@ class Payloads:
         if isinstance(bucket.handle, str):
             # Once a rank: what a tensor in shared memory is pickled to can be opened once.
             flats = [self._in_shared_memory(bucket)] * self._num_ranks
+            if any(tensor.name.endswith(_ZEROED) for tensor in tensors):
+                flats[1:] = self._copies = [flat.clone().share_memory_() for flat in flats[1:]]
         else:
             flats = [relay(handle) for handle in bucket.handle]
         return [bytes(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": metadata})) for flat in flats]
