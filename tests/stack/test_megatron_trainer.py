@@ -17,7 +17,19 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron_cpu import use_cpu
 from rig import LLAMA, QWEN3, QWEN3_MOE, CollectedUpdate, make_batch, make_context, sent_by
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, GLM4_MOE, GLM4_MOE_LITE, MINIMAX_M2, YARN, assert_trained_alike, critic_of, free_port
+from stack_rig import (
+    DEEPSEEK,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    MINIMAX_M2,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
+    YARN,
+    assert_trained_alike,
+    critic_of,
+    free_port,
+)
 
 from rllaunch.backends.base import RankInfo, Slot
 from rllaunch.backends.embedded.engine import EmbeddedEngine
@@ -45,6 +57,9 @@ FAMILIES = {
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
 }
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}

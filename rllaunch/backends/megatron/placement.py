@@ -12,7 +12,15 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rllaunch.backends.megatron.shape import ModelShape
-from rllaunch.backends.megatron.weights import Entry, entries, from_megatron, shard, to_megatron, unshard
+from rllaunch.backends.megatron.weights import (
+    INTERLEAVED,
+    Entry,
+    entries,
+    from_megatron,
+    shard,
+    to_megatron,
+    unshard,
+)
 from rllaunch.errors import RunError
 
 TensorOf = Callable[[str], Tensor]
@@ -152,7 +160,7 @@ class Placement:
                     mine = local_of(self.held[index].name).detach()
                 if holders == everyone:
                     # Rows of q, k and v lie between each other: on the host they would be copied at its speed.
-                    shards.append(mine.to(device, non_blocking=True) if entry.form == "qkv" else mine)
+                    shards.append(mine.to(device, non_blocking=True) if entry.form in INTERLEAVED else mine)
                     continue
                 if rank == sender:
                     shared = mine.to(device, non_blocking=True).contiguous()
