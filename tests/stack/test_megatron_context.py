@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from rig import QWEN3, make_context, sent_by
 from stack_process import run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, YARN, assert_trained_alike, critic_of, free_port
+from stack_rig import DEEPSEEK, QWEN3_5, QWEN3_NEXT, YARN, assert_trained_alike, critic_of, free_port
 from test_megatron_trainer import (
     BY_TOKENS,
     DISPATCHER,
@@ -47,6 +47,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "latents": ("kl", LATENTS, CP, {}),
         "latents, padded": ("kl", LATENTS, CP, {}),
         "experts": ("kl", MOE, {**CP, "expert_model_parallel_size": 2}, {}),
+        "linear attention": ("kl", QWEN3_5, CP, BY_SAMPLE),
+        "linear attention, padded": ("grpo", QWEN3_5, {**CP, "recompute_granularity": "selective"}, {}),
         "recomputed": ("grpo", QWEN3, {**CP, "recompute_granularity": "full"}, {}),
         "recomputed attention": ("grpo", LATENTS, {**CP, "recompute_granularity": "selective"}, {}),
         "critic": ("ppo", QWEN3, CP, {}),
@@ -58,6 +60,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "with tensors": ("kl", TIED, {**CP, "tensor_model_parallel_size": 2}, {}),
         "with sequences, latents": ("kl", LATENTS, {**CP, **SP}, {}),
         "with sequences and experts": ("kl", MOE, {**CP, **SP, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
+        "with sequences, linear attention": ("kl", QWEN3_NEXT, {**CP, **SP}, {}),
         "with stages": ("ppo", TIED, {**CP, "pipeline_model_parallel_size": 2}, {}),
         "with stages, padded": ("kl", TIED, {**CP, "pipeline_model_parallel_size": 2}, {}),
     },

@@ -34,9 +34,10 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
     if model.hf_checkpoint:
         config = AutoConfig.from_pretrained(model.hf_checkpoint)
         needed = NUM_SPECIAL + len(context.vocabulary)
-        if context.vocabulary and config.vocab_size < needed:
+        has: Any = config.get_text_config(decoder=True)  # a multi-modal one says it of its language model
+        if context.vocabulary and has.vocab_size < needed:
             raise ConfigError(
-                f"a character vocabulary of {needed} tokens is larger than the checkpoint's {config.vocab_size}",
+                f"a character vocabulary of {needed} tokens is larger than the checkpoint's {has.vocab_size}",
                 ["model.vocabulary", "model.hf_checkpoint"],
             )
         return config
@@ -86,6 +87,14 @@ def _told_to_engines(config: PreTrainedConfig) -> PreTrainedConfig:
         if not hasattr(config, name):
             setattr(config, name, value)
     return config
+
+
+def stays_float32(name: str) -> bool:
+    """Whether a checkpoint's tensor is float32 in an engine whatever its other weights are, and is sent as such.
+
+    The rates of linear attention: SGLang (0.5.23 models/qwen3_5.py, qwen3_next.py) has them so.
+    """
+    return name.endswith(".A_log")
 
 
 def quantisation_of(context: LaunchContext) -> Mapping[str, Any] | None:
