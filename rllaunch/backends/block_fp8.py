@@ -43,6 +43,8 @@ _LINEAR = re.compile(
 )
 # Names of the one type; the last is MiniMax-M2's release's.
 _E4M3 = (None, "e4m3", "float8_e4m3fn")
+# Their layers of linear attention have matrices whose blocks no update has been held against.
+_LINEAR_ATTENTION = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 _BF16 = "--rollout-dtype bfloat16 (of a checkpoint that is not quantised)"
 
 
@@ -187,6 +189,8 @@ def _check_fp8(config: LaunchConfig) -> None:
             [where, "trainer.backend = embedded"],
             f"--trainer-backend megatron, or {_BF16}",
         )
+    if (model_type := config.model.architecture.get("model_type")) in _LINEAR_ATTENTION:
+        raise no_linear_attention(model_type)
     if hardware.accelerator == "rocm":
         raise ConfigError(
             "on these GPUs SGLang rewrites FP8 weights after it has loaded them; an update's would be misread",
@@ -214,6 +218,15 @@ def _check_empty(config: LaunchConfig) -> None:
             [where, f"sglang.kv_cache_dtype = {options['kv_cache_dtype']}"],
             "leave it out, or give the model's FP8 checkpoint",
         )
+
+
+def no_linear_attention(model_type: str) -> ConfigError:
+    """The error for engines in FP8 of a model with linear attention."""
+    return ConfigError(
+        "no weight update brings engines linear attention in FP8",
+        ["rollout.dtype = fp8", f"model.architecture.model_type = {model_type}"],
+        _BF16,
+    )
 
 
 def unfit(gpu: str, *, is_newer: bool) -> ConfigError:

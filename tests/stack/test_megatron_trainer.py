@@ -357,7 +357,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: An
     assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "qwen3_5_text", "qwen3_next"])
 def test_transformers_loads_what_is_saved_and_training_starts_from_it(
     family: str, started: Any, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from rllaunch.backends.base import (
     TrainMetrics,
     WeightSink,
 )
-from rllaunch.backends.block_fp8 import engine_scheme
+from rllaunch.backends.block_fp8 import engine_scheme, no_linear_attention
 from rllaunch.backends.embedded.host_copies import make_host_copies
 from rllaunch.backends.embedded.model import model_config, quantisation_of
 from rllaunch.backends.embedded.pool import open_pools
@@ -64,6 +64,8 @@ class MegatronTrainer:
         self._facts = model_config(context).to_dict()
         self._fp8 = engine_scheme(context.config, quantisation_of(context))
         shape = read_shape(self._facts)
+        if self._fp8 is not None and shape.delta_net is not None:
+            raise no_linear_attention(shape.model_type)
         self._bucket_bytes = bucket_bytes(context, shape, with_scales=self._fp8 is not None)
         self._sender = BucketSender(Path(slot.ledger_dir) / f"update-{slot.index}.bin", self._bucket_bytes)
         # An engine in a process of its own reads GPU memory of ours; the embedded one reads a file.
