@@ -42,6 +42,7 @@ from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.trainer import MegatronTrainer
+from rllaunch.backends.megatron.update import as_engine_wants
 from rllaunch.backends.megatron.weights import unstack_experts
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.handoff import HandoffOptions
@@ -144,6 +145,33 @@ def test_a_critic_needs_no_other_samples_of_a_prompt(started: Any) -> None:
     got = two_rollouts(started(MegatronTrainer, context))
     for figures, want in zip(got, two_rollouts(started(EmbeddedTrainer, context)), strict=True):
         assert figures == pytest.approx(want, rel=1e-3, abs=1e-4)
+
+
+def test_rates_of_linear_attention_are_float32_in_a_model_of_bfloat16(started: Any) -> None:
+    """Trained by steps that bfloat16 would round away, sent to an engine in its own type, and saved as they are."""
+    context = launch(
+        architecture=QWEN3_5,
+        trainer={"precision": "bf16", "lr": 1e-3},
+        model={"architecture": QWEN3_5, "dtype": "bfloat16"},
+    )
+    trainer = started(MegatronTrainer, context)
+    before = {n: t.clone() for n, t in gathered(trainer).items()}
+    trainer.train(make_batch(context))
+    after = gathered(trainer)
+    rates = {n for n in after if n.endswith("A_log")}
+    assert rates == {n for n, t in after.items() if t.dtype == torch.float32}
+    for name in rates:
+        assert not torch.equal(after[name], before[name]), name
+        assert not torch.equal(after[name].bfloat16().float(), after[name]), name
+    to_sglang = launch(architecture=QWEN3_5, rollout={"backend": "sglang", "dtype": "bfloat16"})
+    sent = dict(as_engine_wants(after.items(), to_sglang, trainer.built.shape))
+    assert all(torch.equal(sent[n], after[n]) for n in after)
+
+
+def gathered(trainer: Any) -> dict[str, torch.Tensor]:
+    placement, model = trainer.built.placement, trainer.built.ddp.module
+    local = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {n: t.detach().clone() for n, t in placement.gather(local.__getitem__, "cpu")}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -324,9 +352,9 @@ def test_what_needs_state_says_that_it_is_asleep(started: Any, tmp_path: Path) -
         trainer.save(str(tmp_path))
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo"])
-def test_regions_before_the_start_are_what_the_plan_says(preset: str, tmp_path: Path) -> None:
-    trainer = MegatronTrainer(launch(preset, architecture=QWEN3), Slot(0, 0, "cpu", str(tmp_path)))
+@pytest.mark.parametrize(("family", "preset"), [("qwen3", "grpo"), ("qwen3", "ppo"), ("qwen3_next", "grpo")])
+def test_regions_before_the_start_are_what_the_plan_says(family: str, preset: str, tmp_path: Path) -> None:
+    trainer = MegatronTrainer(launch(preset, architecture=FAMILIES[family]), Slot(0, 0, "cpu", str(tmp_path)))
     planned = trainer.region_bytes()
     use_cpu()
     trainer.init(RankInfo(0, 1, "", 0))

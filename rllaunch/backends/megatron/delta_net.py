@@ -85,7 +85,9 @@ class GatedDeltaNet(nn.Module):
         for split in (self.conv_weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(split, True, 0, 1)
         self.norm_weight = nn.Parameter(torch.ones(delta.value_dim, dtype=dtype))
-        self._recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        # Autograd would keep 22 float32 numbers for every element of a value head, of each position in each layer; a
+        # layer that is computed again as a whole needs them for itself only.
+        self._recomputes = config.recompute_granularity != "full"
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any
@@ -116,6 +118,7 @@ class GatedDeltaNet(nn.Module):
             order_R, here_r = whole_row(lens_n, size, rank, mixed_rF.device)
             mixed_RF = gather_from_sequence_parallel_region(mixed_rF.contiguous(), group=group).index_select(0, order_R)
         if self._recomputes and torch.is_grad_enabled():
+            # What is kept is the input.
             out_RO: Tensor = checkpoint(self._mix, mixed_RF, lens_n, use_reentrant=False, preserve_rng_state=False)
         else:
             out_RO = self._mix(mixed_RF, lens_n)
