@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -48,19 +47,6 @@ class _Gate(nn.Module):
         return F.linear(hidden_TBH, self.weight), None
 
 
-class GatedSharedExperts(SharedExpertMLP):  # type: ignore[misc]
-    """Shared experts with a gate that is a layer, which Megatron-core's own is not: adapters stand beside layers."""
-
-    def __init__(self, config: Any, submodules: Any, gate: bool = True, **more: Any) -> None:
-        super().__init__(config=config, submodules=submodules, gate=False, **more)
-        self.gate = _Gate(config)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        logits_TB1, _ = self.gate(hidden_states)
-        gated: Tensor = super().forward(hidden_states) * logits_TB1.sigmoid()
-        return gated
-
-
 def gate_attention(block_spec: Any) -> None:
     """Put this attention into every layer of a block that has Megatron-core's."""
     for layer in block_spec.layer_specs:
@@ -68,10 +54,17 @@ def gate_attention(block_spec: Any) -> None:
             layer.submodules.self_attention.module = GatedAttention
 
 
-def gate_shared_experts(block_spec: Any) -> None:
-    """Put these into every layer of a block that has shared experts."""
-    for layer in block_spec.layer_specs:
-        experts: Any = getattr(layer.submodules.mlp, "submodules", None)
-        if getattr(experts, "shared_experts", None) is not None:
-            experts.shared_experts = copy(experts.shared_experts)
-            experts.shared_experts.module = GatedSharedExperts
+def gate_shared_experts(model: Any) -> None:
+    """Give the shared experts of a model a gate that is a layer, for Megatron-core's own is a tensor among theirs.
+
+    LoRA's adapters stand beside layers.
+    """
+    for experts in [m for m in model.modules() if isinstance(m, SharedExpertMLP)]:
+        experts.use_shared_expert_gate, experts.gate_weight = False, None
+        experts.gate = _Gate(experts.config)
+        experts.register_forward_hook(_gated)
+
+
+def _gated(experts: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    logits_TB1, _ = experts.gate(args[0])
+    return output * torch.sigmoid(logits_TB1)

@@ -39,8 +39,6 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         norm_all_heads(spec)
     if shape.has_output_gate:
         gate_attention(spec)
-    if shape.experts and shape.experts.has_shared_gate:
-        gate_shared_experts(spec)
     if shape.delta_net:
         put_delta_nets(spec, shape, config)
     model = GPTModel(
@@ -58,6 +56,8 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         rope_scaling=shape.rope.kind == "llama3",
         rope_scaling_factor=shape.rope.factor,
     )
+    if shape.experts and shape.experts.has_shared_gate:
+        gate_shared_experts(model)
     if shape.latent:
         _set_latent_norms(model)
     if shape.pad_id is not None and model.pre_process:

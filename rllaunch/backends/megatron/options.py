@@ -264,7 +264,7 @@ def _experts(experts: Experts) -> dict[str, Any]:
         "moe_router_num_groups": groups,
         "moe_router_group_topk": of_them,
         "moe_router_enable_expert_bias": experts.has_bias,
-        # The gate is a layer of our own (`delta_net`), which the overlapped parts of Megatron-core's would not ask.
+        # The gate is a layer of our own (`gates`), which the overlapped parts of Megatron-core's would not ask.
         **({"moe_shared_expert_overlap": False} if experts.has_shared_gate else {}),
     }
 
