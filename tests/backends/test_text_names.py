@@ -17,9 +17,10 @@ from rllaunch.backends.megatron.start import starting_weights
 from rllaunch.backends.megatron.update import BucketSender
 from rllaunch.backends.megatron.weights import entries, unstack_experts
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, of_layers
+from rllaunch.backends.sglang.engine import of_updates, require_equal
 from rllaunch.backends.sglang.update import Names
 from rllaunch.backends.text_names import of_each_expert
-from rllaunch.errors import ConfigError
+from rllaunch.errors import ConfigError, RunError
 
 TEXT = {
     "vocab_size": 52, "hidden_size": 32, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -91,6 +92,15 @@ def test_an_update_brings_an_engine_all_that_is_no_vision_tower(release: Path, t
     sender.send(sent, Engine())
     names.end(1, is_whole=True)
     sender.close()
+
+
+def test_a_vision_tower_that_an_engine_discarded_is_no_difference() -> None:
+    loaded = [{"model.norm.weight": "1", "visual.blocks.0.attn.proj.weight": "2"}]
+    updated = [{"model.norm.weight": "1", "visual.blocks.0.attn.proj.weight": "3"}]
+    require_equal("engine-0", of_updates(loaded), of_updates(updated))
+    updated[0]["model.norm.weight"] = "4"
+    with pytest.raises(RunError, match=r"1 tensors of the first update differ .*: model\.norm\.weight"):
+        require_equal("engine-0", of_updates(loaded), of_updates(updated))
 
 
 def test_a_checkpoint_without_a_tensor_of_the_language_model_is_refused(release: Path) -> None:
