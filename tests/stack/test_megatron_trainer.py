@@ -37,6 +37,7 @@ from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
+from rllaunch.backends.megatron.chunks import tables_of
 from rllaunch.backends.megatron.context import segments
 from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.regions import torch_optimizers
@@ -292,9 +293,11 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
 
 
 @pytest.mark.parametrize("does", ["offload", "clear_memory", "shutdown"])
-@pytest.mark.parametrize("rope", ["default", "yarn"])
+@pytest.mark.parametrize("rope", ["default", "yarn", "default, linear attention"])
 def test_tables_of_lengths_seen_before_are_let_go_with_the_rest(rope: str, does: str, started: Any) -> None:
-    architecture = {**DEEPSEEK, "rope_parameters": YARN} if rope == "yarn" else QWEN3
+    is_linear = "linear" in rope
+    plain = QWEN3_5 if is_linear else QWEN3
+    architecture = {**DEEPSEEK, "rope_parameters": YARN} if rope == "yarn" else plain
     options = HandoffOptions(engine_weights="discard")
     trainer = started(
         MegatronTrainer, launch(options=options, architecture=architecture, trainer={"micro_batch_size": 1})
@@ -302,6 +305,7 @@ def test_tables_of_lengths_seen_before_are_let_go_with_the_rest(rope: str, does:
     drop_tables()
     trainer.train(make_batch(trainer.context))
     kept = {(YarnRotaryEmbedding if rope == "yarn" else RotaryEmbedding).forward, segments}
+    kept |= {tables_of} if is_linear else set()
     assert all(table.cache_info().currsize > 1 for table in kept)
     getattr(trainer, does)()
     assert all(table.cache_info().currsize == 0 for table in kept)

@@ -11,11 +11,8 @@ Source: Yang et al., arXiv:2412.06464; what is computed is what transformers 5.2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,11 +30,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rllaunch.backends.megatron.context import moved, whole_row
+from rllaunch.backends.megatron.chunks import CHUNK, tables_of
+from rllaunch.backends.megatron.context import whole_row
 from rllaunch.backends.megatron.local_layers import TorchNorm
 from rllaunch.backends.megatron.shape import DeltaNet, ModelShape
 
-_CHUNK = 64
 # Of the norm of queries and keys, as transformers and the engines' kernels have it.
 _UNIT_EPS = 1e-6
 
@@ -152,7 +149,7 @@ class GatedDeltaNet(nn.Module):
 def causal_convolution(x_RA: Tensor, weight_AW: Tensor, lens_n: tuple[int, ...]) -> Tensor:
     """[R, A]: of each channel the weighted sum of the W positions that end at each, none of another sample's."""
     A, W = weight_AW.shape
-    tables = _tables(lens_n, W, x_RA.device)
+    tables = tables_of(lens_n, W, x_RA.device)
     # Before every sample as many zeros as it would reach back.
     apart_AX = _with_zero(x_RA).index_select(0, tables.apart_X).t()
     out_AX = F.conv1d(apart_AX[None], weight_AW[:, None], groups=A)[0]
@@ -171,8 +168,8 @@ def gated_delta_rule(
         decay_RV: 0 or less.
         lens_n: of the samples, which the row is made of.
     """
-    tables = _tables(lens_n, 1, q_RKD.device)
-    C, L, S = len(tables.of_chunks_CL), _CHUNK, v_RVE.shape[1] // k_RKD.shape[1]
+    tables = tables_of(lens_n, 1, q_RKD.device)
+    C, L, S = len(tables.of_chunks_CL), CHUNK, v_RVE.shape[1] // k_RKD.shape[1]
 
     def in_chunks(x: Tensor) -> Tensor:
         """[R, heads, …] → [C, heads, L, …] in float32, zeros where a chunk reaches past its sample."""
@@ -212,61 +209,6 @@ def _with_zero(x: Tensor) -> Tensor:
 
 def _of_length_one(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _UNIT_EPS)
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """Where the positions of a row are found in other arrangements of them; R stands for no position.
-
-    Args:
-        apart_X: samples with W - 1 zeros before each.
-        together_R: of each position, in what a convolution makes of that.
-        of_chunks_CL: chunks in the order of `steps`.
-        in_chunks_R: of each position, in the chunks one after the other.
-        steps: first and last of the chunks that are the first of their samples, then the second, and so on: so many
-            samples, the longest first, are as long.
-    """
-
-    apart_X: Tensor
-    together_R: Tensor
-    of_chunks_CL: Tensor
-    in_chunks_R: Tensor
-    steps: tuple[tuple[int, int], ...]
-
-
-@lru_cache(maxsize=8)
-def _tables(lens_n: tuple[int, ...], kernel: int, device: torch.device) -> _Tables:
-    R, before = sum(lens_n), kernel - 1
-    starts = [end - length for end, length in zip(accumulate(lens_n), lens_n, strict=True)]
-    samples = list(zip(starts, lens_n, strict=True))
-    nothing = torch.full((before,), R)
-    apart = [part for start, length in samples for part in (nothing, torch.arange(start, start + length))]
-    together = [torch.arange(start, start + length) + i * before for i, (start, length) in enumerate(samples)]
-    longest_first = sorted(samples, key=lambda sample: -sample[1])
-    chunks, steps = _chunks(longest_first, R)
-    in_chunks = torch.empty(R + 1, dtype=torch.long)
-    in_chunks[chunks.flatten()] = torch.arange(chunks.numel())
-    tables = moved(torch.cat(apart), torch.cat(together), chunks, in_chunks[:R], device=device)
-    return _Tables(tables[0], tables[1], tables[2], tables[3], steps)
-
-
-def _chunks(longest_first: Sequence[tuple[int, int]], nothing: int) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """[C, L] positions of all chunks, and the steps they are in."""
-    chunks: list[Tensor] = []
-    steps = []
-    for offset in range(0, longest_first[0][1], _CHUNK):
-        begin = len(chunks)
-        for start, length in longest_first:
-            if length > offset:
-                positions = torch.arange(start + offset, start + offset + _CHUNK)
-                chunks.append(torch.where(positions < start + length, positions, nothing))
-        steps.append((begin, len(chunks)))
-    return torch.stack(chunks), tuple(steps)
-
-
-def drop_tables() -> None:
-    """Forget what is kept on the device for rows of lengths seen before."""
-    _tables.cache_clear()
 
 
 def put_delta_nets(block_spec: Any, shape: ModelShape, config: Any) -> None:
