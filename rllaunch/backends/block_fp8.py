@@ -43,6 +43,8 @@ _LINEAR = re.compile(
 )
 # Names of the one type; the last is MiniMax-M2's release's.
 _E4M3 = (None, "e4m3", "float8_e4m3fn")
+# Their layers of linear attention have matrices whose blocks no update has been held against.
+_LINEAR_ATTENTION = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 _BF16 = "--rollout-dtype bfloat16 (of a checkpoint that is not quantised)"
 
 
@@ -214,14 +216,13 @@ def _check_fp8(config: LaunchConfig) -> None:
 def require_quantised(model_type: str | None) -> None:
     """
     Raises:
-        ConfigError: no update brings engines in FP8 the experts of such a model.
+        ConfigError: no update brings engines in FP8 all matrices of such a model.
     """
+    where = ["rollout.dtype = fp8", f"model.architecture.model_type = {model_type}"]
     if model_type == "gpt_oss":
-        raise ConfigError(
-            "experts of gpt-oss lie in one tensor, which nothing here quantises in blocks",
-            ["rollout.dtype = fp8", f"model.architecture.model_type = {model_type}"],
-            "--rollout-dtype bfloat16",
-        )
+        raise ConfigError("experts of gpt-oss lie in one tensor, which nothing here quantises in blocks", where, _BF16)
+    if model_type in _LINEAR_ATTENTION:
+        raise ConfigError("no weight update brings engines linear attention in FP8", where, _BF16)
 
 
 def _check_empty(config: LaunchConfig) -> None:

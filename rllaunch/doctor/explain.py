@@ -61,9 +61,9 @@ _TOLD: Mapping[str, tuple[str, str]] = {
     "RL512": (
         "the trainer builds a model of Megatron-core's layers, tensor by tensor; of a model it does not know, an "
         "update would bring the engines something else than was loaded",
-        f"Model types that it builds: {', '.join(built_types())}. Of these, too, it refuses\nwhat Megatron-core "
-        "computes otherwise (windows but gpt-oss's, biases, other kinds of rotary embedding); the finding names "
-        "the fact.\n\n"
+        f"Model types that it builds: {', '.join(built_types())}.\n"
+        "Of these, too, it refuses what Megatron-core computes otherwise (windows but gpt-oss's, biases, other kinds\n"
+        "of rotary embedding); the finding names the fact.\n\n"
         "All other shipped models can be planned and checked, and `rllaunch train --rehearse` runs them in small,\non "
         "the embedded backend.",
     ),

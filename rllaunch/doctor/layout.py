@@ -57,6 +57,7 @@ class Layout:
     last: int | None
     heads: int | None
     kv_heads: int | None
+    key_heads: int | None
     rollout_gpus: int | None
     engine_gpus: int
     batch: int | None
@@ -94,7 +95,9 @@ class Layout:
             "RL314": rollout_gpus % self.engine_gpus == 0,
             "RL315": is_whole(self.engine_gpus, self.gpus_per_node),
             "RL316": self._stages_fit(),
-            "RL317": heads_fit(self.heads, self.tp) and kv_heads_fit(self.kv_heads, self.tp),
+            "RL317": heads_fit(self.heads, self.tp)
+            and kv_heads_fit(self.kv_heads, self.tp)
+            and heads_fit(self.key_heads, self.tp),
             "RL319": self.experts is None or self.experts % self.ep == 0,
             "RL322": ranks is None or self.batch is None or self.batch % ranks == 0,
         }
@@ -143,6 +146,7 @@ def layout_of(resolved: Resolved) -> Layout:
         last=trainer.decoder_last_pipeline_num_layers,
         heads=architecture_int(config, "num_attention_heads"),
         kv_heads=architecture_int(config, "num_key_value_heads"),
+        key_heads=architecture_int(config, "linear_num_key_heads"),
         rollout_gpus=decided_int(resolved, "rollout.rollout_num_gpus"),
         engine_gpus=config.rollout.rollout_num_gpus_per_engine,
         batch=samples_per_step(config),

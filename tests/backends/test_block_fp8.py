@@ -285,6 +285,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "Blackwell": ({**FP8, "hardware": {"accelerator": "cuda", "name": "GB300"}}, None, "on GB300 SGLang rewrites FP8"),
     "Ampere": ({**FP8, "hardware": {"accelerator": "cuda", "name": "A100-40GB"}}, None, "for Marlin"),
     "Instinct": ({**FP8, "hardware": {"accelerator": "rocm", "name": "MI300X"}}, None, "on these GPUs"),
+    "linear attention": (
+        {**FP8, "model": {"architecture": {"model_type": "qwen3_next"}}}, None, "linear attention in FP8",
+    ),
     "an embedded trainer": ({**FP8, "trainer": {"backend": "embedded"}}, None, "the embedded trainer does not"),
     "a draft that no update brings": (
         {**BF16_CHECKPOINT, "sglang": {"speculative_algorithm": "EAGLE"}}, None, "layers to speculate with",

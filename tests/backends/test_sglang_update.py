@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rllaunch.backends.base import TensorSlice
 from rllaunch.backends.embedded.layout import lay_out
-from rllaunch.backends.embedded.model import build_model
+from rllaunch.backends.embedded.model import build_model, model_config
 from rllaunch.backends.sglang.checkpoint import checkpoint_tensors, ids_of, of_layers, write_checkpoint
 from rllaunch.backends.sglang.update import Names, relay
 from rllaunch.errors import RunError
@@ -74,6 +74,42 @@ def test_a_minimax_m2_written_for_an_engine_says_what_sglang_asks_for(
     assert facts["rotary_dim"] == rotated
     assert facts["rope_parameters"].get("partial_rotary_factor", 1.0) == rotated / 8
     assert (facts["use_qk_norm"], facts["use_routing_bias"], facts["scoring_func"]) == (True, True, "sigmoid")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_linear_attention_written_for_an_engine_says_what_sglang_asks_for(model_type: str, tmp_path: Path):
+    architecture = {
+        **LLAMA, "model_type": model_type, "num_hidden_layers": 3, "layer_types": None, "full_attention_interval": 3,
+        "rope_theta": 5e6, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "shared_expert_intermediate_size": 8,
+    }  # fmt: skip
+    context = make_context(architecture=architecture)
+    write_checkpoint(context, tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    told = facts["full_attention_interval"], facts["rope_theta"], facts["partial_rotary_factor"]
+    assert told == (3, 5e6, 0.5)
+    assert facts["architectures"] == ["Qwen3NextForCausalLM" if model_type == "qwen3_next" else "Qwen3_5ForCausalLM"]
+    # transformers reads it as it was; of a checkpoint that says it by itself nothing changes.
+    again = model_config(make_context(model={"hf_checkpoint": str(tmp_path)})).to_dict()
+    assert (again["full_attention_interval"], again["rope_theta"], again["layer_types"]) == (
+        3,
+        5e6,
+        facts["layer_types"],
+    )
+    assert again["rope_parameters"] == facts["rope_parameters"]
+
+
+def test_rates_of_linear_attention_are_float32_in_an_engine_of_bfloat16(tmp_path: Path):
+    architecture = {**LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2}
+    rollout = {"backend": "sglang", "dtype": "bfloat16"}
+    for backend, dtype in (("megatron", torch.float32), ("embedded", torch.bfloat16)):
+        write_checkpoint(
+            make_context(architecture=architecture, rollout=rollout, trainer={"backend": backend}), tmp_path
+        )
+        tensors = load_file(tmp_path / "model.safetensors")
+        assert {t.dtype for n, t in tensors.items() if n.endswith("A_log")} == {dtype}
+        assert {t.dtype for n, t in tensors.items() if not n.endswith("A_log")} == {torch.bfloat16}
 
 
 def slices(*names: str) -> list[TensorSlice]:

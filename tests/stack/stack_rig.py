@@ -59,6 +59,18 @@ GPT_OSS = {
         "truncate": False, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
+# Odd widths, so that none stands for another. With the usual eps, states that happen to be small make rounding large:
+# transformers differs from itself in float64 as much as we do.
+QWEN3_5 = {
+    **LLAMA, "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "rms_norm_eps": 1e-2,
+}  # fmt: skip
+GATED_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+QWEN3_5_MOE = {**QWEN3_5, **GATED_EXPERTS, "model_type": "qwen3_5_moe_text"}
+QWEN3_NEXT = {**QWEN3_5, **GATED_EXPERTS, "model_type": "qwen3_next", "norm_topk_prob": True}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -103,6 +115,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "num_experts_per_tok": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "minimax_m2": MINIMAX_M2,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_text-tied": {
+        **QWEN3_5, "tie_word_embeddings": True, "layer_types": ["full_attention", "linear_attention"],
+        "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-6,
+    },
+    "qwen3_5_text-every-fourth-layer": {**QWEN3_5, "num_hidden_layers": 5, "layer_types": None},
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next-dense-layers": {**QWEN3_NEXT, "mlp_only_layers": [1], "norm_topk_prob": False},
     "minimax_m2-whole-heads": {**MINIMAX_M2, "head_dim": 16, "partial_rotary_factor": 1.0, "num_experts_per_tok": 4},
 }  # fmt: skip
 
@@ -194,6 +215,6 @@ def hf_model(context: LaunchContext) -> Any:
     torch.manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("norm.weight", "bias", "sinks")):
+            if name.endswith(("norm.weight", "bias", "sinks", "A_log")):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
     return model

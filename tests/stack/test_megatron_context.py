@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from rig import QWEN3, make_context, sent_by
 from stack_process import run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, GPT_OSS, YARN, assert_trained_alike, critic_of, free_port
+from stack_rig import DEEPSEEK, GPT_OSS, QWEN3_5, QWEN3_NEXT, YARN, assert_trained_alike, critic_of, free_port
 from test_megatron_trainer import (
     BY_TOKENS,
     DISPATCHER,
@@ -49,6 +49,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "sinks and windows": ("kl", GPT_OSS, CP, BY_SAMPLE),
         "sinks and windows, padded": ("kl", GPT_OSS, {**CP, "recompute_granularity": "selective"}, {}),
         "experts": ("kl", MOE, {**CP, "expert_model_parallel_size": 2}, {}),
+        "linear attention": ("kl", QWEN3_5, CP, BY_SAMPLE),
+        "linear attention, padded": ("grpo", QWEN3_5, {**CP, "recompute_granularity": "selective"}, {}),
         "recomputed": ("grpo", QWEN3, {**CP, "recompute_granularity": "full"}, {}),
         "recomputed attention": ("grpo", LATENTS, {**CP, "recompute_granularity": "selective"}, {}),
         "critic": ("ppo", QWEN3, CP, {}),
@@ -61,6 +63,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "with sequences, latents": ("kl", LATENTS, {**CP, **SP}, {}),
         "with sequences and experts": ("kl", MOE, {**CP, **SP, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
         "with sequences and experts, sinks and windows": ("kl", GPT_OSS, {**CP, **SP, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {}),
+        "with sequences, linear attention": ("kl", QWEN3_NEXT, {**CP, **SP}, {}),
         "with stages": ("ppo", TIED, {**CP, "pipeline_model_parallel_size": 2}, {}),
         "with stages, padded": ("kl", TIED, {**CP, "pipeline_model_parallel_size": 2}, {}),
     },

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from rig import QWEN3, make_batch, make_context, sent_by
 from stack_process import run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, assert_trained_alike, free_port
+from stack_rig import DEEPSEEK, QWEN3_NEXT, assert_trained_alike, free_port
 from test_megatron_trainer import (
     DISPATCHER,
     FAMILIES,
@@ -82,7 +82,8 @@ def test_it_trains_the_adapters_that_the_embedded_trainer_trains(
     start = {n: p.data for n, p in build_model(ours.context, with_lora=False).named_parameters()}
     assert sent.keys() == start.keys()
     changed = set()
-    everywhere = {name.split(".")[-2] for name in start if "_proj" in name and ".experts." not in name}
+    linear = ("_proj", "shared_expert_gate")
+    everywhere = {n.split(".")[-2] for n in start if any(part in n for part in linear) and ".experts." not in n}
     for name, tensor in sent.items():
         torch.testing.assert_close(tensor, merged[name], rtol=1e-4, atol=1e-5, msg=name)
         if not torch.equal(tensor, start[name]):
@@ -214,6 +215,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pipeline, tied": (TIED, {"pipeline_model_parallel_size": 2}),
     "sequence": (TWO_GROUPS, SP),
     "sequence, latents": (DEEPSEEK, SP),
+    "sequence, linear attention": (QWEN3_NEXT, SP),
     "experts by tensor ranks": (MOE, SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
 }
 

@@ -103,6 +103,21 @@ def test_what_attention_with_sinks_and_biases_of_experts_do_not_take_is_refused(
     assert configs(GPT_OSS).transformer.transformer_impl == "local"
 
 
+def test_ranks_have_whole_heads_of_linear_attention() -> None:
+    architecture = {**ARCHITECTURES["qwen3_5_text"], "num_key_value_heads": 4}
+    with pytest.raises(ConfigError, match="2 key heads of linear attention do not divide by 4") as caught:
+        configs(architecture, trainer={"tensor_model_parallel_size": 4})
+    assert "model.architecture.linear_num_key_heads" in str(caught.value)
+    assert "trainer.tensor_model_parallel_size = 4" in str(caught.value)
+    configs(architecture, trainer={"tensor_model_parallel_size": 2})
+
+
+def test_gated_shared_experts_do_not_overlap_with_the_dispatch_of_others() -> None:
+    overlap = {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"}
+    with pytest.raises(ConfigError, match="moe_shared_expert_overlap = True is decided elsewhere"):
+        configs(ARCHITECTURES["qwen3_next"], megatron=overlap)
+
+
 def test_a_name_of_miles_is_told_and_has_no_effect() -> None:
     made = configs(megatron={"use_tis": True})
     assert made.notes == (
@@ -156,6 +171,10 @@ GROUPS_BY_THREE = {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
         ("gpt_oss", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0.*only 1\.702"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window = None"),
+        ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_5_text", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3"),
+        ("qwen3_5_text", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
+        ("qwen3_5_moe_text", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),
         ("minimax_m2", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),
         ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
         ("minimax_m2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),

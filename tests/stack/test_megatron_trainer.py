@@ -23,6 +23,9 @@ from stack_rig import (
     GLM4_MOE_LITE,
     GPT_OSS,
     MINIMAX_M2,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     YARN,
     assert_trained_alike,
     critic_of,
@@ -35,11 +38,13 @@ from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
+from rllaunch.backends.megatron.chunks import tables_of
 from rllaunch.backends.megatron.context import segments
 from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.regions import torch_optimizers
 from rllaunch.backends.megatron.shape import read_shape
 from rllaunch.backends.megatron.trainer import MegatronTrainer
+from rllaunch.backends.megatron.update import as_engine_wants
 from rllaunch.backends.megatron.weights import unstack_experts
 from rllaunch.errors import ConfigError, RunError
 from rllaunch.plan.handoff import HandoffOptions
@@ -56,6 +61,9 @@ FAMILIES = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
     "gpt_oss": GPT_OSS,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
 }
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
@@ -140,6 +148,33 @@ def test_a_critic_needs_no_other_samples_of_a_prompt(started: Any) -> None:
     got = two_rollouts(started(MegatronTrainer, context))
     for figures, want in zip(got, two_rollouts(started(EmbeddedTrainer, context)), strict=True):
         assert figures == pytest.approx(want, rel=1e-3, abs=1e-4)
+
+
+def test_rates_of_linear_attention_are_float32_in_a_model_of_bfloat16(started: Any) -> None:
+    """Trained by steps that bfloat16 would round away, sent to an engine in its own type, and saved as they are."""
+    context = launch(
+        architecture=QWEN3_5,
+        trainer={"precision": "bf16", "lr": 1e-3},
+        model={"architecture": QWEN3_5, "dtype": "bfloat16"},
+    )
+    trainer = started(MegatronTrainer, context)
+    before = {n: t.clone() for n, t in gathered(trainer).items()}
+    trainer.train(make_batch(context))
+    after = gathered(trainer)
+    rates = {n for n in after if n.endswith("A_log")}
+    assert rates == {n for n, t in after.items() if t.dtype == torch.float32}
+    for name in rates:
+        assert not torch.equal(after[name], before[name]), name
+        assert not torch.equal(after[name].bfloat16().float(), after[name]), name
+    to_sglang = launch(architecture=QWEN3_5, rollout={"backend": "sglang", "dtype": "bfloat16"})
+    sent = dict(as_engine_wants(after.items(), to_sglang, trainer.built.shape))
+    assert all(torch.equal(sent[n], after[n]) for n in after)
+
+
+def gathered(trainer: Any) -> dict[str, torch.Tensor]:
+    placement, model = trainer.built.placement, trainer.built.ddp.module
+    local = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {n: t.detach().clone() for n, t in placement.gather(local.__getitem__, "cpu")}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -260,9 +295,11 @@ def test_asleep_it_holds_nothing_on_the_device_and_awake_it_is_the_same(
 
 
 @pytest.mark.parametrize("does", ["offload", "clear_memory", "shutdown"])
-@pytest.mark.parametrize("rope", ["default", "yarn"])
+@pytest.mark.parametrize("rope", ["default", "yarn", "default, linear attention"])
 def test_tables_of_lengths_seen_before_are_let_go_with_the_rest(rope: str, does: str, started: Any) -> None:
-    architecture = {**DEEPSEEK, "rope_parameters": YARN} if rope == "yarn" else QWEN3
+    is_linear = "linear" in rope
+    plain = QWEN3_5 if is_linear else QWEN3
+    architecture = {**DEEPSEEK, "rope_parameters": YARN} if rope == "yarn" else plain
     options = HandoffOptions(engine_weights="discard")
     trainer = started(
         MegatronTrainer, launch(options=options, architecture=architecture, trainer={"micro_batch_size": 1})
@@ -270,6 +307,7 @@ def test_tables_of_lengths_seen_before_are_let_go_with_the_rest(rope: str, does:
     drop_tables()
     trainer.train(make_batch(trainer.context))
     kept = {(YarnRotaryEmbedding if rope == "yarn" else RotaryEmbedding).forward, segments}
+    kept |= {tables_of} if is_linear else set()
     assert all(table.cache_info().currsize > 1 for table in kept)
     getattr(trainer, does)()
     assert all(table.cache_info().currsize == 0 for table in kept)
@@ -320,7 +358,9 @@ def test_what_needs_state_says_that_it_is_asleep(started: Any, tmp_path: Path) -
         trainer.save(str(tmp_path))
 
 
-@pytest.mark.parametrize(("family", "preset"), [("qwen3", "grpo"), ("qwen3", "ppo"), ("gpt_oss", "grpo")])
+@pytest.mark.parametrize(
+    ("family", "preset"), [("qwen3", "grpo"), ("qwen3", "ppo"), ("gpt_oss", "grpo"), ("qwen3_next", "grpo")]
+)
 def test_regions_before_the_start_are_what_the_plan_says(family: str, preset: str, tmp_path: Path) -> None:
     trainer = MegatronTrainer(launch(preset, architecture=FAMILIES[family]), Slot(0, 0, "cpu", str(tmp_path)))
     planned = trainer.region_bytes()
@@ -355,7 +395,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: An
     assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss", "qwen3_5_text", "qwen3_next"])
 def test_transformers_loads_what_is_saved_and_training_starts_from_it(
     family: str, started: Any, tmp_path: Path
 ) -> None:
@@ -486,6 +526,26 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "experts, norms over all heads": (MINIMAX_M2, {"expert_model_parallel_size": 2}),
+    "tensor, linear attention": (QWEN3_5, {"tensor_model_parallel_size": 2}),
+    "tensor, linear attention, one group of key heads": (
+        {**QWEN3_5, "num_key_value_heads": 1},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": "selective"},
+    ),
+    "pipeline, linear attention": (
+        {**QWEN3_5, "tie_word_embeddings": True},
+        {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"},
+    ),
+    "experts, linear attention": (QWEN3_5_MOE, {"expert_model_parallel_size": 2}),
+    "sequence and experts, linear attention": (
+        QWEN3_NEXT,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "linear attention, padded": (QWEN3_5, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "experts' tensors": (MOE, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "experts by tensor ranks": (
         MOE,
@@ -571,6 +631,7 @@ BY_ONE_RANK = {
     "experts": {"architecture": MOE, "trainer": {"precision": "bf16"}, "model": {"architecture": MOE, "dtype": "bfloat16"}},
     "latents": {"architecture": DEEPSEEK},
     "sinks": {"architecture": GPT_OSS},
+    "linear": {"architecture": QWEN3_5, "trainer": {"precision": "bf16"}, "model": {"architecture": QWEN3_5, "dtype": "bfloat16"}},
     "adapters": {"preset": "lora", "architecture": TIED, "trainer": {"backend": "megatron"}},
     "critic": {"preset": "ppo", "architecture": TIED, "trainer": {"precision": "bf16"}, "model": {"architecture": TIED, "dtype": "bfloat16"}},
 }  # fmt: skip
@@ -591,6 +652,12 @@ RESUMED: dict[int, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "latents, sequence": ("latents", SP, {}),
         "sinks, experts' tensors": ("sinks", SP, {}),
         "sinks, experts by 2": ("sinks", {"expert_model_parallel_size": 2}, {"use_distributed_optimizer": False}),
+        "linear attention, sequence": ("linear", SP, {}),
+        "linear attention, pipeline": (
+            "linear",
+            {"pipeline_model_parallel_size": 2},
+            {"use_distributed_optimizer": False},
+        ),
         "adapters, tensor": ("adapters", {"tensor_model_parallel_size": 2}, {}),
         "adapters, pipeline": ("adapters", {"pipeline_model_parallel_size": 2}, {}),
         "critic, tensor": ("critic", SP, {}),
@@ -634,7 +701,7 @@ def test_a_run_resumes_on_any_other_layout_and_back_again_bit_for_bit(started: A
             figures, sent, saved = want[source]
             assert all(rank[name] == ranks[0][name] for rank in ranks), name
             for figure, value in figures.items():
-                tolerance = 2e-2 if source in ("experts", "critic") else 2e-3  # in bf16 and in float32
+                tolerance = 2e-2 if source in ("experts", "critic", "linear") else 2e-3  # in bf16 and in float32
                 if figure == "clip_fraction" and tolerance > 1e-2:
                     tolerance = 6e-2  # rounding takes one of nine tokens of one step of two over the clip's edge
                 assert ranks[0][name][figure] == pytest.approx(value, rel=tolerance, abs=tolerance), f"{name}: {figure}"

@@ -34,11 +34,12 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
     model = context.config.model
     if model.hf_checkpoint:
         with loading("a model's config.json", model.hf_checkpoint):
-            config = AutoConfig.from_pretrained(model.hf_checkpoint)
+            config = _told_of_linear_attention(AutoConfig.from_pretrained(model.hf_checkpoint))
         needed = NUM_SPECIAL + len(context.vocabulary)
-        if context.vocabulary and config.vocab_size < needed:
+        has: Any = config.get_text_config(decoder=True)  # a multi-modal one says it of its language model
+        if context.vocabulary and has.vocab_size < needed:
             raise ConfigError(
-                f"a character vocabulary of {needed} tokens is larger than the checkpoint's {config.vocab_size}",
+                f"a character vocabulary of {needed} tokens is larger than the checkpoint's {has.vocab_size}",
                 ["model.vocabulary", "model.hf_checkpoint"],
             )
         return config
@@ -65,7 +66,27 @@ def model_config(context: LaunchContext) -> PreTrainedConfig:
         config = AutoConfig.for_model(model_type, **facts)
     except (ValueError, TypeError, KeyError) as err:
         raise ConfigError(f"transformers cannot make a {model_type!r} of model.architecture: {err}") from err
-    return _told_to_engines(config)
+    return _told_to_engines(_told_of_linear_attention(config))
+
+
+def _told_of_linear_attention(config: PreTrainedConfig) -> PreTrainedConfig:
+    """With what SGLang reads of a `config.json` of Qwen3-Next or Qwen3.5 where transformers writes it otherwise.
+
+    Without it SGLang finds no layers, or takes a theta of 10,000 (0.5.23 configs/qwen3_next.py, models/qwen3_next.py):
+    also of a checkpoint that transformers or a trainer here has saved.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    if text.model_type not in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        return config
+    kinds, rope = list(text.layer_types), text.rope_parameters
+    told = {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}
+    if "full_attention" in kinds:
+        every = kinds.index("full_attention") + 1
+        is_regular = all((kind == "full_attention") == ((i + 1) % every == 0) for i, kind in enumerate(kinds))
+        told |= {"full_attention_interval": every} if is_regular else {}
+    for name, value in told.items():
+        setattr(text, name, value)
+    return config
 
 
 def _told_to_engines(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -88,6 +109,14 @@ def _told_to_engines(config: PreTrainedConfig) -> PreTrainedConfig:
         if not hasattr(config, name):
             setattr(config, name, value)
     return config
+
+
+def stays_float32(name: str) -> bool:
+    """Whether a checkpoint's tensor is float32 in an engine whatever its other weights are, and is sent as such.
+
+    The rates of linear attention: SGLang (0.5.23 models/qwen3_5.py, qwen3_next.py) has them so.
+    """
+    return name.endswith(".A_log")
 
 
 def quantisation_of(context: LaunchContext) -> Mapping[str, Any] | None:

@@ -203,7 +203,7 @@ def export(named: Iterable[tuple[str, Tensor]], context: LaunchContext, tokenize
         index = {name: path.name for path, names in files.items() for name in names}
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=2)
         (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    config = model_config(context)
+    config = model_config(context).get_text_config(decoder=True)  # of a multi-modal model that is what was trained
     if not config.architectures:
         config.architectures = [_class_name(config)]
     facts = config.to_dict()

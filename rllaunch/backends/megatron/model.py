@@ -14,6 +14,8 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from rllaunch.backends.megatron.biased_experts import add_biases_once
+from rllaunch.backends.megatron.delta_net import put_delta_nets
+from rllaunch.backends.megatron.gates import gate_attention, gate_shared_experts
 from rllaunch.backends.megatron.head_norms import norm_all_heads
 from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
@@ -36,6 +38,10 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         use_torch(spec)
     if shape.qk_norm == "all":
         norm_all_heads(spec)
+    if shape.has_output_gate:
+        gate_attention(spec)
+    if shape.delta_net:
+        put_delta_nets(spec, shape, config)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -51,6 +57,8 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         rope_scaling=shape.rope.kind == "llama3",
         rope_scaling_factor=shape.rope.factor,
     )
+    if shape.experts and shape.experts.has_shared_gate:
+        gate_shared_experts(model)
     if shape.latent:
         _set_latent_norms(model)
     if shape.linear_bias:

@@ -51,6 +51,7 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             it refuses; or a layout this trainer does not serve.
     """
     _check_served(config, shape)
+    _check_heads(config, shape)
     given, notes = _given(config.megatron.model_extra or {})
     # Adapters read the inputs of linear layers, which those of Transformer Engine hide behind a fused norm.
     uses_te_unless_told = has_transformer_engine() and not config.has_lora and not shape.has_sinks
@@ -196,6 +197,16 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
         )
 
 
+def _check_heads(config: LaunchConfig, shape: ModelShape) -> None:
+    size = config.trainer.tensor_model_parallel_size
+    if shape.delta_net and shape.delta_net.key_heads % size:
+        raise ConfigError(
+            f"{shape.delta_net.key_heads} key heads of linear attention do not divide by {size} tensor-parallel ranks",
+            ["model.architecture.linear_num_key_heads", f"trainer.tensor_model_parallel_size = {size}"],
+            "choose a size that divides them: each rank has whole heads",
+        )
+
+
 def _build(cls: Any, fixed: Mapping[str, Any], free: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """`cls` with what is fixed, over what was given, over our own defaults; only of fields it has."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -243,6 +254,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "softmax_type": "learnable" if shape.has_sinks else "vanilla",
         "window_size": (max(shape.windows) - 1, 0) if any(shape.windows) else None,
         "window_attn_skip_freq": [int(window > 0) for window in shape.windows] or None,
+        "attention_output_gate": shape.has_output_gate,
+        "layernorm_zero_centered_gamma": shape.has_centered_norms,
     }
     if shape.latent:
         fixed |= _latent(shape.latent, shape.rope)
@@ -304,6 +317,8 @@ def _experts(experts: Experts) -> dict[str, Any]:
         "moe_router_num_groups": groups,
         "moe_router_group_topk": of_them,
         "moe_router_enable_expert_bias": experts.has_bias,
+        # The gate is a layer of our own (`gates`), which the overlapped parts of Megatron-core's would not ask.
+        **({"moe_shared_expert_overlap": False} if experts.has_shared_gate else {}),
     }
 
 

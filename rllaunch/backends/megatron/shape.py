@@ -60,6 +60,7 @@ class Experts:
             sigmoid(1.702 gate); None: SiLU.
         is_stacked: checkpoints have one tensor of all experts, each input features first, and rows of gate and up
             projection in turn.
+        has_shared_gate: what the shared experts say of a token is multiplied by a number it is asked for.
     """
 
     number: int
@@ -74,6 +75,27 @@ class Experts:
     has_bias: bool = False
     clamp: float | None = None
     is_stacked: bool = False
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Linear attention by the gated delta rule, in some of the layers.
+
+    Args:
+        is_linear: for every layer, whether it has that instead of full attention.
+        value_heads: a multiple of `key_heads`, each of which several of them share.
+        kernel: positions that the convolution before it sees.
+        is_fused: a checkpoint has all inputs in two projections, by key head, and not each by itself.
+    """
+
+    is_linear: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    is_fused: bool
 
 
 @dataclass(frozen=True)
@@ -86,6 +108,8 @@ class ModelShape:
         has_sinks: every head has a learned logit in its softmax that adds nothing to the sum.
         windows: of each layer, how many positions a query sees, its own among them; 0: all before it. Empty: all see
             all.
+        has_output_gate: the projection of queries also gives a gate for what attention puts out.
+        has_centered_norms: weights of norms are stored less one.
     """
 
     model_type: str
@@ -107,6 +131,9 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     latent: Latent | None = None
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
+    has_output_gate: bool = False
+    has_centered_norms: bool = False
     pad_id: int | None = None
     """A token whose embedding is not trained, as transformers has it of a `pad_token_id`."""
 
@@ -117,15 +144,21 @@ class ModelShape:
     def is_sparse(self, layer: int) -> bool:
         return self.experts is not None and self.experts.is_sparse[layer]
 
+    def is_linear(self, layer: int) -> bool:
+        return self.delta_net is not None and self.delta_net.is_linear[layer]
+
 
 def read_shape(facts: Mapping[str, Any]) -> ModelShape:
     """
     Args:
-        facts: of `config.json`, complete with the defaults of transformers' class (`PreTrainedConfig.to_dict`).
+        facts: of `config.json`, complete with the defaults of transformers' class (`PreTrainedConfig.to_dict`). Of a
+            multi-modal Qwen3.5 the text model is taken.
     Raises:
         ConfigError: a family this trainer does not build, or something in it that Megatron-core computes otherwise.
     """
     model_type = facts.get("model_type", "")
+    if model_type in _WITH_TEXT and isinstance(facts.get("text_config"), Mapping):
+        return read_shape(text_facts(facts))
     family = _FAMILIES.get(model_type)
     if family is None:
         raise ConfigError(
@@ -139,6 +172,15 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
     if slides and model_type not in _WINDOWED:
         raise _unlike("sliding_window", facts.get("sliding_window"), "only full attention")
     return family(facts)
+
+
+def text_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the language model, of a multi-modal one too; what its own do not say is said outside of them."""
+    text = facts.get("text_config")
+    if not isinstance(text, Mapping):
+        return facts
+    outside = {n: facts[n] for n in ("tie_word_embeddings",) if n in facts and text.get(n) is None}
+    return {**text, **outside}
 
 
 def built_types() -> list[str]:
@@ -251,6 +293,71 @@ def _gpt_oss(facts: Mapping[str, Any]) -> ModelShape:
     )
 
 
+def _qwen3_next(facts: Mapping[str, Any]) -> ModelShape:
+    layers, step = facts["num_hidden_layers"], facts["decoder_sparse_step"]
+    dense = set(facts["mlp_only_layers"] or ())
+    is_sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    experts = _gated_experts(facts, is_sparse, normalizes=facts["norm_topk_prob"]) if any(is_sparse) else None
+    return _with_delta_nets(facts, experts, is_fused=True)
+
+
+def _qwen3_5(facts: Mapping[str, Any]) -> ModelShape:
+    return _with_delta_nets(facts, None, is_fused=False)
+
+
+def _qwen3_5_moe(facts: Mapping[str, Any]) -> ModelShape:
+    experts = _gated_experts(facts, (True,) * facts["num_hidden_layers"], normalizes=True)
+    return _with_delta_nets(facts, experts, is_fused=False)
+
+
+def _gated_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...], *, normalizes: bool) -> Experts:
+    top_k = facts["num_experts_per_tok"]
+    if top_k == 1 and normalizes:
+        raise _unlike("num_experts_per_tok", 1, "no normalised weight of one expert a token")
+    return Experts(
+        number=facts.get("num_experts") or facts["num_local_experts"],
+        top_k=top_k,
+        width=facts["moe_intermediate_size"],
+        is_sparse=is_sparse,
+        normalizes=normalizes,
+        shared_width=facts["shared_expert_intermediate_size"],
+        has_shared_gate=True,
+    )
+
+
+def _with_delta_nets(facts: Mapping[str, Any], experts: Experts | None, *, is_fused: bool) -> ModelShape:
+    if facts.get("attention_bias"):
+        raise _unlike("attention_bias", True, "no biases in these layers")
+    delta_net = DeltaNet(
+        is_linear=_linear_layers(facts),
+        key_heads=facts["linear_num_key_heads"],
+        value_heads=facts["linear_num_value_heads"],
+        key_dim=facts["linear_key_head_dim"],
+        value_dim=facts["linear_value_head_dim"],
+        kernel=facts["linear_conv_kernel_dim"],
+        is_fused=is_fused,
+    )
+    if delta_net.value_heads % delta_net.key_heads:
+        has = f"the same number of value heads for each of {delta_net.key_heads} key heads"
+        raise _unlike("linear_num_value_heads", delta_net.value_heads, has)
+    # With experts in every layer there is no dense width.
+    width = {"intermediate_size": facts.get("intermediate_size") or facts.get("moe_intermediate_size")}
+    return ModelShape(
+        **_common({**facts, **width}, rotates_part=True),
+        qk_norm="head",
+        experts=experts,
+        delta_net=delta_net,
+        has_output_gate=True,
+        has_centered_norms=True,
+    )
+
+
+def _linear_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
+    if kinds := facts.get("layer_types"):
+        return tuple(kind == "linear_attention" for kind in kinds)
+    return tuple(bool((i + 1) % facts["full_attention_interval"]) for i in range(facts["num_hidden_layers"]))
+
+
 def _latent_with_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
@@ -310,7 +417,12 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {
     "glm4_moe_lite": _glm4_moe_lite,
     "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }
+# Multi-modal: their text model, of one of the types above, is what is built.
+_WITH_TEXT = ("qwen3_5", "qwen3_5_moe")
 # Families of which some layers see a window only.
 _WINDOWED = ("gpt_oss",)
 SIGMOID_SLOPE = 1.702

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from rllaunch.backends.embedded import model as embedded
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import missing, stored, unstack_experts
 from rllaunch.backends.quantise import E4M3, dequantise, dequantise_mxfp4
+from rllaunch.backends.text_names import of_each_expert, text_name
 from rllaunch.errors import ConfigError
 
 
@@ -34,14 +36,59 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
     if quantisation is not None and not (is_mxfp4(quantisation) and shape.experts and shape.experts.is_stacked):
         scheme_of(quantisation)  # others have scales that are read otherwise
     directory = embedded.checkpoint_directory(checkpoint)
-    files = _files(directory)
-    if lacking := missing(shape, files):
+    places = _places(_files(directory), shape)
+    if lacking := missing(shape, places):
         raise ConfigError(
             f"the checkpoint lacks {len(lacking)} tensors of the model: {', '.join(lacking[:3])}",
             str(directory),
             "choose the model profile that describes this checkpoint",
         )
-    return _reader(files)
+    return _reader(places)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is found.
+
+    Args:
+        name: in the file.
+        part: of a stack of experts, which expert, and which of how many parts of its rows; None: all of it.
+    """
+
+    file: Path
+    name: str
+    part: tuple[int, int, int] | None = None
+
+    def read(self, number: int | None = None) -> Tensor:
+        """
+        Args:
+            number: of the only expert that is wanted of a stack that is in place as a whole.
+        """
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as file:
+            if self.part is None:
+                whole: Tensor = file.get_tensor(self.name) if number is None else file.get_slice(self.name)[number]
+                return whole
+            stack, (expert, index, count) = file.get_slice(self.name), self.part
+            rows = stack.get_shape()[1] // count
+            part: Tensor = stack[expert, index * rows : (index + 1) * rows]
+            return part
+
+
+def _places(files: Mapping[str, Path], shape: ModelShape) -> dict[str, _Place]:
+    """Name of the text model's tensor → where it is; of families whose releases are multi-modal, by their names."""
+    if shape.delta_net is None:
+        return {name: _Place(file, name) for name, file in files.items()}
+    named = ((plain, name, file) for name, file in files.items() if (plain := text_name(name)) is not None)
+    return dict(_of_text_model(named, shape.experts.number if shape.experts else 0))
+
+
+def _of_text_model(named: Iterable[tuple[str, str, Path]], num_experts: int) -> Iterable[tuple[str, _Place]]:
+    for plain, name, file in named:
+        yield plain, _Place(file, name)
+        for single, *part in of_each_expert(plain, num_experts):
+            yield single, _Place(file, name, (part[0], part[1], part[2]))
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -59,38 +106,31 @@ def _files(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
-    from safetensors import safe_open
-
-    def read(name: str, number: int | None = None) -> Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name) if number is None else file.get_slice(name)[number]
-            return tensor
-
+def _reader(places: Mapping[str, _Place]) -> Callable[[str], Tensor]:
     def read_mxfp4(name: str, number: int | None) -> Tensor:
         blocks, scales = f"{name}_blocks", f"{name}_scales"
-        if scales not in files:
-            raise ConfigError(f"the checkpoint lacks {scales}", str(files[blocks].parent), "it is damaged")
+        if scales not in places:
+            raise ConfigError(f"the checkpoint lacks {scales}", str(places[blocks].file.parent), "it is damaged")
         try:
-            return dequantise_mxfp4(read(blocks, number), read(scales, number)).t()
+            return dequantise_mxfp4(places[blocks].read(number), places[scales].read(number)).t()
         except ValueError as err:
-            raise ConfigError(f"{name}: {err}", str(files[blocks]), "the checkpoint is damaged") from err
+            raise ConfigError(f"{name}: {err}", str(places[blocks].file), "the checkpoint is damaged") from err
 
     def tensor_of(source: str) -> Tensor:
         name, number = stored(source)
-        if name not in files:
+        if name not in places:
             return read_mxfp4(name, number)
-        tensor = read(name, number)
+        tensor = places[name].read(number)
         scales = scale_name(name)
-        if tensor.dtype == E4M3 and scales in files:
+        if tensor.dtype == E4M3 and scales in places:
             try:
-                return dequantise(tensor, read(scales))
+                return dequantise(tensor, places[scales].read())
             except ValueError as err:
-                raise ConfigError(f"{name}: {err}", str(files[scales]), "the checkpoint is damaged") from err
+                raise ConfigError(f"{name}: {err}", str(places[scales].file), "the checkpoint is damaged") from err
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ConfigError(
                 f"{name} is held as {tensor.dtype}",
-                str(files[name]),
+                str(places[name].file),
                 "training starts from a checkpoint in bfloat16, float32, or FP8 or MXFP4 with scales; cast it first",
             )
         return tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from rllaunch.backends.base import Bucket, LaunchContext, TensorSlice, WeightSink, joined_with
 from rllaunch.backends.block_fp8 import FIRST_TOO_NEW, OLDEST, BlockFp8, scale_name, unfit
 from rllaunch.backends.embedded.layout import dtype_name
-from rllaunch.backends.embedded.model import model_config
+from rllaunch.backends.embedded.model import model_config, stays_float32
 from rllaunch.backends.embedded.shared_file import SharedFile
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import as_saved, entries, stack_experts
@@ -32,7 +32,7 @@ def as_engine_wants(
     """The checkpoint's tensors in the engine's dtype; of the embedded engine under the names of its module.
 
     SGLang quantises what it loads, never what an update brings: for an engine in FP8 it is done here, of the weights
-    rounded to bfloat16, as a checkpoint would be. Biases of routers stay in float32.
+    rounded to bfloat16, as a checkpoint would be. Biases of routers and rates of linear attention stay in float32.
 
     Args:
         fp8: which tensors the engine holds in FP8, if it does: of each comes its scales' too.
@@ -50,12 +50,14 @@ def _cast(
 ) -> Iterator[tuple[str, Tensor]]:
     """
     Args:
-        has_buffers: whether what never changes is sent; an engine in the trainer's process has it from the start.
+        has_buffers: whether what never changes is sent; the embedded engine has it from the start, and all else in
+            one type.
     """
     for name, tensor in named:
         is_buffer = name.endswith("e_score_correction_bias")
+        is_wide = is_buffer or (has_buffers and stays_float32(name))
         if has_buffers or not is_buffer:
-            yield name, tensor if is_buffer else tensor.to(dtype)
+            yield name, tensor if is_wide else tensor.to(dtype)
 
 
 def _in_block_fp8(

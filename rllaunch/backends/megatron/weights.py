@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rllaunch.backends.megatron.shape import ModelShape
 
-Form = Literal["plain", "vocab", "qkv", "gated", "turned", "woven"]
+Form = Literal["plain", "vocab", "qkv", "gated", "turned", "woven", "gated_qkv", "delta_in", "delta_conv"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Entry:
         form: `plain` one tensor as it is; `vocab` one with rows to pad; `qkv` queries, keys and values interleaved by
             group of key heads; `gated` gate and up projection, one after the other on each rank; `turned` one that has
             input features first; `woven` as `gated`, of one tensor that has input features first, if it has any, and
-            outputs of gate and up projection in turn.
+            outputs of gate and up projection in turn; `gated_qkv` as `qkv`, gates of the output behind the queries of a
+            group; `delta_in` and `delta_conv` all inputs of linear attention and the kernels of its convolution, by key
+            head.
         split: the dimension ranks share, where they do.
         layer, expert: 0-based, of the whole model; None outside of them.
         is_copy: of another entry's values: it is filled, but never read.
@@ -59,7 +61,7 @@ class Entry:
     @property
     def is_rearranged(self) -> bool:
         """Its elements lie in another order in the checkpoint: `from_megatron` copies all of them."""
-        return self.form in ("qkv", "turned", "woven")
+        return self.form in ("qkv", "turned", "woven", "gated_qkv", "delta_in", "delta_conv")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def entries(shape: ModelShape) -> list[Entry]:
     made = [Entry(("embedding.word_embeddings.weight",), (embedding,), "vocab", 0)]
     experts = _stacked_experts if shape.experts and shape.experts.is_stacked else _experts
     for layer in range(shape.num_layers):
-        made += _attention(shape, layer)
+        made += _linear_attention(shape, layer) if shape.is_linear(layer) else _attention(shape, layer)
         made += experts(shape, layer) if shape.is_sparse(layer) else _dense(layer)
         made += _norms(shape, layer)
     made.append(Entry(("decoder.final_layernorm.weight",), ("model.norm.weight",)))
@@ -103,7 +105,8 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
     else:
         for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
             sources = tuple(f"{of}.{part}_proj.{kind}" for part in "qkv")
-            yield Entry((f"{at}.linear_qkv.{kind}",), sources, "qkv", 0, layer)
+            form: Form = "gated_qkv" if shape.has_output_gate else "qkv"
+            yield Entry((f"{at}.linear_qkv.{kind}",), sources, form, 0, layer)
     yield Entry((f"{at}.linear_proj.weight",), (f"{of}.o_proj.weight",), split=1, layer=layer)
     if shape.linear_bias:
         yield Entry((f"{at}.linear_proj.bias",), (f"{of}.o_proj.bias",), layer=layer)
@@ -112,6 +115,19 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
     if shape.qk_norm != "none":
         for part in "qk":
             yield Entry((f"{at}.{part}_layernorm.weight",), (f"{of}.{part}_norm.weight",), layer=layer)
+
+
+def _linear_attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
+    assert shape.delta_net is not None, "asked for a layer with linear attention only"
+    at, of = "decoder.layers.{layer}.self_attention", f"model.layers.{layer}.linear_attn"
+    inputs = ("qkvz", "ba") if shape.delta_net.is_fused else ("qkv", "z", "b", "a")
+    sources = tuple(f"{of}.in_proj_{part}.weight" for part in inputs)
+    yield Entry((f"{at}.in_proj.weight",), sources, "delta_in", 0, layer)
+    yield Entry((f"{at}.conv_weight",), (f"{of}.conv1d.weight",), "delta_conv", 0, layer)
+    for name in ("dt_bias", "A_log"):
+        yield Entry((f"{at}.{name}",), (f"{of}.{name}",), split=0, layer=layer)
+    yield Entry((f"{at}.norm_weight",), (f"{of}.norm.weight",), layer=layer)
+    yield Entry((f"{at}.out_proj.weight",), (f"{of}.out_proj.weight",), split=1, layer=layer)
 
 
 def _latent_attention(has_query_latent: bool, at: str, of: str, layer: int) -> Iterator[Entry]:
@@ -151,7 +167,10 @@ def _experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
             form: Form = "gated" if number == 1 else "plain"
             yield Entry(names, sources, form, number - 1, layer, expert)
     if shape.experts.shared_width:
-        yield from _gated(f"{at}.shared_experts", f"{of}.shared_experts", layer)
+        shared = "shared_expert" if shape.experts.has_shared_gate else "shared_experts"
+        yield from _gated(f"{at}.shared_experts", f"{of}.{shared}", layer)
+    if shape.experts.has_shared_gate:
+        yield Entry((f"{at}.shared_experts.gate.weight",), (f"{of}.shared_expert_gate.weight",), layer=layer)
 
 
 def _stacked_experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
@@ -197,6 +216,10 @@ def to_megatron(entry: Entry, sources: Sequence[Tensor], shape: ModelShape, tp: 
     """
     if entry.form == "qkv":
         return _interleave(sources, shape)
+    if entry.form == "gated_qkv":
+        return _interleave(_without_gates(sources, shape), shape)
+    if entry.form in ("delta_in", "delta_conv"):
+        return _by_key_head(entry, sources, shape)
     if entry.form == "vocab":
         extra = shape.padded_vocab_size(tp) - sources[0].shape[0]
         return torch.nn.functional.pad(sources[0], (0, 0, 0, extra)) if extra else sources[0]
@@ -210,6 +233,10 @@ def from_megatron(entry: Entry, whole: Tensor, shape: ModelShape) -> list[Tensor
     """The checkpoint's tensors, in the order of `entry.sources`; views where the layout allows."""
     if entry.form == "qkv":
         return _separate(whole, shape)
+    if entry.form == "gated_qkv":
+        return _with_gates(whole, shape)
+    if entry.form in ("delta_in", "delta_conv"):
+        return _of_key_heads(entry, whole, shape)
     if entry.form == "vocab":
         return [whole[: shape.vocab_size]]
     if entry.form in ("turned", "woven"):
@@ -227,6 +254,54 @@ def _separate(whole: Tensor, shape: ModelShape) -> list[Tensor]:
     grouped = whole.reshape(shape.num_kv_heads, -1, *whole.shape[1:])
     widths = [shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
     return [part.flatten(0, 1) for part in torch.split(grouped, widths, dim=1)]
+
+
+def _without_gates(qkv: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
+    """Queries, gates, keys and values, from a projection that gives each head's query and then its gate."""
+    query, *rest = qkv
+    paired = query.reshape(shape.num_heads, 2, -1, *query.shape[1:])
+    return [paired[:, 0].flatten(0, 1), paired[:, 1].flatten(0, 1), *rest]
+
+
+def _with_gates(whole: Tensor, shape: ModelShape) -> list[Tensor]:
+    grouped = whole.reshape(shape.num_kv_heads, -1, *whole.shape[1:])
+    of_queries = shape.num_heads // shape.num_kv_heads * shape.head_dim
+    widths = [of_queries, of_queries, shape.head_dim, shape.head_dim]
+    query, gate, key, value = (part.flatten(0, 1) for part in torch.split(grouped, widths, dim=1))
+    paired = torch.stack([t.reshape(shape.num_heads, -1, *t.shape[1:]) for t in (query, gate)], dim=1)
+    return [paired.flatten(0, 2), key, value]
+
+
+def _by_key_head(entry: Entry, sources: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    """Rows of linear attention: of each key head its query, key, values, output gates, and the states' two gates.
+
+    A checkpoint with everything in two projections has them by key head as it is, else all queries come first.
+    """
+    delta = shape.delta_net
+    assert delta is not None, "the model has linear attention"
+    parts = list(sources)
+    if entry.form == "delta_conv" or not delta.is_fused:
+        widths = [delta.key_heads * delta.key_dim] * 2 + [delta.value_heads * delta.value_dim]
+        parts = [*torch.split(parts[0], widths), *parts[1:]]
+    whole = torch.cat([t.reshape(delta.key_heads, -1, *t.shape[1:]) for t in parts], dim=1).flatten(0, 1)
+    return whole[:, 0] if entry.form == "delta_conv" else whole
+
+
+def _of_key_heads(entry: Entry, whole: Tensor, shape: ModelShape) -> list[Tensor]:
+    delta = shape.delta_net
+    assert delta is not None, "the model has linear attention"
+    shared_by = delta.value_heads // delta.key_heads
+    of_values = shared_by * delta.value_dim
+    widths = [delta.key_dim, delta.key_dim, of_values]
+    if entry.form == "delta_in":
+        widths += [of_values, shared_by, shared_by]
+    parts = torch.split(whole.reshape(delta.key_heads, -1, *whole.shape[1:]), widths, dim=1)
+    if entry.form == "delta_conv":
+        return [torch.cat([t.flatten(0, 1) for t in parts])[:, None]]
+    if delta.is_fused:
+        return [torch.cat(parts[:4], dim=1).flatten(0, 1), torch.cat(parts[4:], dim=1).flatten(0, 1)]
+    query, key, value, *rest = (t.flatten(0, 1) for t in parts)
+    return [torch.cat([query, key, value]), *rest]
 
 
 # -- one parameter, shared by ranks ----------------------------------------------------------------

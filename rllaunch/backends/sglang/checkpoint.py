@@ -14,8 +14,9 @@ import torch
 
 from rllaunch.backends.base import LaunchContext
 from rllaunch.backends.block_fp8 import BLOCK, SCHEME, BlockFp8, engine_scheme, scale_name
-from rllaunch.backends.embedded.model import build_model, model_config, quantisation_of, special_ids
+from rllaunch.backends.embedded.model import build_model, model_config, quantisation_of, special_ids, stays_float32
 from rllaunch.backends.quantise import quantise
+from rllaunch.backends.text_names import FURTHER, is_inner, of_each_expert, text_name
 
 
 def write_checkpoint(context: LaunchContext, directory: Path) -> None:
@@ -26,7 +27,12 @@ def write_checkpoint(context: LaunchContext, directory: Path) -> None:
     quantisation = quantisation_of(context)
     fp8 = engine_scheme(context.config, quantisation)
     dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
-    model: Any = build_model(context, dtype=dtype, with_lora=False)
+    # The embedded trainer sends every tensor in the engine's type, as it would be rounded here.
+    has_wide = context.config.trainer.backend != "embedded"
+    model: Any = build_model(context, dtype=torch.float32 if has_wide else dtype, with_lora=False)
+    for name, parameter in model.named_parameters():
+        if not (has_wide and stays_float32(name)):
+            parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(directory, max_shard_size=_FILE_BYTES)
     facts = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -56,7 +62,9 @@ def _quantise_files(directory: Path, fp8: BlockFp8) -> None:
 def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str, int] | None:
     """Name → bytes of every tensor in a directory of safetensors; None where there are none (a hub name, `.bin` files).
 
-    Reads the headers only. Weights in MXFP4 count as the bfloat16 ones that they are read as.
+    Reads the headers only. Weights in MXFP4 count as the bfloat16 ones that they are read as. Of a multi-modal
+    checkpoint those of the language model, under the names that updates have, and nothing of its vision tower, which
+    no update brings and no run computes with.
 
     Args:
         fp8: the tensors as if these were in FP8, with those of their scales.
@@ -67,13 +75,20 @@ def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str,
     sizes: dict[str, int] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                piece = opened.get_slice(name)
+            for found in opened.keys():  # noqa: SIM118 (it is no mapping)
+                piece = opened.get_slice(found)
                 bits = _BITS.get(piece.get_dtype(), 8)
                 shape = piece.get_shape()
+                if (name := text_name(found)) is None:
+                    continue
                 if name.endswith(_MXFP4):
                     if name.endswith(_MXFP4[0]):  # bytes of two values each
                         sizes[name.removesuffix("_blocks")] = 4 * math.prod(shape)
+                    continue
+                singles = list(of_each_expert(name, shape[0])) if is_inner(found) else []
+                if singles:
+                    nbytes = math.prod(shape) * bits // 8 // shape[0]
+                    sizes |= {single: nbytes // count for single, _, _, count in singles}
                     continue
                 sizes[name] = math.prod(shape) * bits // 8
                 if fp8 is not None and fp8.holds(name):
@@ -85,7 +100,7 @@ def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str,
 def of_layers(tensors: Mapping[str, int], num_layers: int) -> dict[str, int]:
     """Without those of layers behind the model's own, which predict further tokens: an engine that speculates loads
     them, others do not, and no update brings them."""
-    found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+    found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors if not name.startswith(FURTHER)}
     return {n: tensors[n] for n, match in found.items() if match is None or int(match[1]) < num_layers}
 
 

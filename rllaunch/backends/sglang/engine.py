@@ -20,6 +20,7 @@ from rllaunch.backends.sglang.options import given, meeting_point
 from rllaunch.backends.sglang.part import NodePart
 from rllaunch.backends.sglang.state import EngineState
 from rllaunch.backends.sglang.update import Names
+from rllaunch.backends.text_names import text_name
 from rllaunch.errors import RunError
 from rllaunch.plan.handoff import Region
 
@@ -81,7 +82,7 @@ class SglangEngine(NodePart):
             assert self._process is not None, "just started"
             self._process.watch(ranks)
             self._sizes = self._sizes_of(usage, sum((tensors or {}).values()))
-            self._loaded = self._call("checksums") if self._is_comparable else None
+            self._loaded = self._checksums() if self._is_comparable else None
             self._open_books()
             if self._pools is not None:
                 for region, nbytes in self._sizes.items():
@@ -168,15 +169,18 @@ class SglangEngine(NodePart):
             self._call("end_weight_update")
             if version == 0 and self._loaded is not None:
                 # The trainer starts from the same weights; a run that resumes begins with a later version.
-                require_equal(self.name, self._loaded, self._call("checksums"))
+                require_equal(self.name, self._loaded, self._checksums())
             self._loaded = None
+
+    def _checksums(self) -> list[dict[str, str]]:
+        return of_updates(self._call("checksums"))
 
     def weights_checksum(self) -> str:
         """Equal for engines of the same layout that hold the same weights. SGLang fuses tensors and cuts them between
         ranks, so it is not the checksum of the trainer's tensors."""
         with self._lock:
             self.state.need_weights("a checksum of the weights")
-            return one_checksum(self._call("checksums"))
+            return one_checksum(self._checksums())
 
     # -- sampling ------------------------------------------------------------------------------------
 
@@ -207,6 +211,11 @@ class SglangEngine(NodePart):
         if uniform_BL is None:
             return [common] * num_rows
         return [common | {"sampling_seed": int(first * 2**31)} for first in uniform_BL[:, 0]]
+
+
+def of_updates(ranks: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The checksums of what updates bring: a vision tower is left, and is rubbish once an engine has discarded it."""
+    return [{name: value for name, value in sums.items() if text_name(name) is not None} for sums in ranks]
 
 
 def one_checksum(ranks: Sequence[Mapping[str, str]]) -> str:

@@ -31,6 +31,13 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
             ["model.architecture.num_key_value_heads", TP],
             layout.fix("RL317", "tp") or fix,
         )
+    elif not heads_fit(layout.key_heads, layout.tp):
+        yield RULE.error(
+            resolved,
+            f"{layout.key_heads} key heads of linear attention cannot be divided over TP = {layout.tp} GPUs",
+            ["model.architecture.linear_num_key_heads", TP],
+            layout.fix("RL317", "tp") or fix,
+        )
     if resolved.config.trainer.sequence_parallel and layout.tp == 1:
         yield RULE.finding(
             "info",
