@@ -138,7 +138,7 @@ def run_ranks(world: int, target: Any, *args: Any) -> None:
     processes = [spawn.Process(target=target, args=(rank, world, *args)) for rank in range(world)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600  # a minute where nothing else runs
     # As soon as one has failed the others wait for it in vain.
     while time.monotonic() < deadline and any(p.is_alive() for p in processes):
         if any(p.exitcode for p in processes):
