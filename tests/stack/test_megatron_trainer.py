@@ -19,6 +19,7 @@ from rig import LLAMA, QWEN3, QWEN3_MOE, CollectedUpdate, make_batch, make_conte
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
 from stack_rig import (
     DEEPSEEK,
+    DEEPSEEK_V4,
     GLM4_MOE,
     GLM4_MOE_LITE,
     GPT_OSS,
@@ -56,6 +57,7 @@ FAMILIES = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
     "gpt_oss": GPT_OSS,
+    "deepseek_v4": DEEPSEEK_V4,
 }
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
@@ -338,7 +340,8 @@ def test_regions_before_the_start_are_what_the_plan_says(family: str, preset: st
 
 
 @pytest.mark.parametrize(
-    ("family", "preset"), [("qwen3", "kl"), ("deepseek_v3", "kl"), ("deepseek_v3", "ppo"), ("gpt_oss", "kl")]
+    ("family", "preset"),
+    [("qwen3", "kl"), ("deepseek_v3", "kl"), ("deepseek_v3", "ppo"), ("gpt_oss", "kl"), ("deepseek_v4", "kl")],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: Any, tmp_path: Path) -> None:
     context = launch(preset, architecture=FAMILIES[family], trainer={"lr_decay_style": "linear"})
@@ -355,7 +358,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(family: str, preset: str, started: An
     assert all(torch.equal(got[1][n], t) for n, t in want[1].items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss", "deepseek_v4"])
 def test_transformers_loads_what_is_saved_and_training_starts_from_it(
     family: str, started: Any, tmp_path: Path
 ) -> None:

@@ -161,7 +161,8 @@ def _model(
     model = build_model(configs, replace(shape, is_tied=False) if is_critic else shape).to(device)
     # Not `model.to(dtype)`: biases of routers are buffers, and stay in float32.
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(configs.transformer.params_dtype)
+        if not getattr(parameter, "stays_float32", False):
+            parameter.data = parameter.data.to(configs.transformer.params_dtype)
     placement = Placement(model, shape)
     placement.fill(tensor_of)
     if is_critic:

@@ -72,6 +72,14 @@ def segments(lens_n: tuple[int, ...], size: int, rank: int, device: torch.device
     return Segments(num_queries, num_keys, key_K, (bounds_of[0], bounds_of[1]))
 
 
+@lru_cache(maxsize=8)
+def whole_row(lens_n: tuple[int, ...], size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[R] the row's positions among those of all ranks one after the other, and [r] this rank's among the row's."""
+    holders = torch.cat([positions_here(lens_n, size, r) for r in range(size)])
+    order_R, here_r = moved(holders.argsort(), positions_here(lens_n, size, rank), device=device)
+    return order_R, here_r
+
+
 def _bounds(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 

@@ -51,9 +51,12 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             it refuses; or a layout this trainer does not serve.
     """
     _check_served(config, shape)
+    _check_compressed(config, shape)
     given, notes = _given(config.megatron.model_extra or {})
     # Adapters read the inputs of linear layers, which those of Transformer Engine hide behind a fused norm.
-    uses_te_unless_told = has_transformer_engine() and not config.has_lora and not shape.has_sinks
+    uses_te_unless_told = (
+        has_transformer_engine() and not config.has_lora and not shape.has_sinks and not shape.compressed
+    )
     impl = given.get("transformer_impl", "transformer_engine" if uses_te_unless_told else "local")
     if impl not in ("local", "transformer_engine") or (impl == "transformer_engine" and not has_transformer_engine()):
         raise ConfigError(
@@ -72,6 +75,13 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     if shape.has_sinks and (uses_te or config.trainer.precision == "fp8"):
         raise ConfigError(
             "attention sinks and biases of experts are built in local layers only, not in those of Transformer Engine",
+            "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
+            "leave transformer_impl out and use --train-precision bf16",
+        )
+    if shape.compressed and (uses_te or config.trainer.precision == "fp8"):
+        raise ConfigError(
+            "compressed attention and residual streams are built in local layers only, not in those of Transformer "
+            "Engine",
             "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
             "leave transformer_impl out and use --train-precision bf16",
         )
@@ -196,6 +206,46 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
         )
 
 
+def _check_compressed(config: LaunchConfig, shape: ModelShape) -> None:
+    if shape.compressed is None:
+        return
+    options, size = config.megatron.model_extra or {}, config.trainer.tensor_model_parallel_size
+    if config.has_lora:
+        raise ConfigError(
+            "LoRA adapters stand beside Megatron-core's linear layers, and compressed attention has others",
+            "algorithm.lora_rank",
+            "train all of it: --lora-rank 0",
+        )
+    if shape.compressed.groups % size:
+        raise ConfigError(
+            f"{shape.compressed.groups} groups of attention's output do not divide by {size} tensor-parallel ranks",
+            ["model.architecture.o_groups", f"trainer.tensor_model_parallel_size = {size}"],
+            "choose a size that divides them: each rank has whole groups of heads",
+        )
+    if size > 1 and not config.trainer.sequence_parallel:
+        raise ConfigError(
+            "what attention's keys are made of is whole on each tensor-parallel rank, whose gradients are added only "
+            "where the ranks share sequences",
+            ["trainer.sequence_parallel = false", f"trainer.tensor_model_parallel_size = {size}"],
+            "use --sequence-parallel",
+        )
+    for name in ("attention_dropout", "moe_router_fusion", "moe_shared_expert_overlap"):
+        if options.get(name):
+            raise ConfigError(
+                f"{name} = {options[name]!r}: attention, router and experts of this family are built without it",
+                f"[megatron] {name}",
+                "leave it out",
+            )
+    recomputed = set(options.get("recompute_modules") or ()) - {"core_attn", "shared_experts"}
+    if config.trainer.recompute_granularity == "selective" and recomputed:
+        raise ConfigError(
+            f"recompute_modules has {', '.join(sorted(recomputed))}: of layers with several streams only core_attn and "
+            "shared_experts are computed again by themselves",
+            "[megatron] recompute_modules",
+            "leave it out, or use --recompute-granularity full",
+        )
+
+
 def _build(cls: Any, fixed: Mapping[str, Any], free: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """`cls` with what is fixed, over what was given, over our own defaults; only of fields it has."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -229,7 +279,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.ffn_width,
         "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_heads if shape.latent else shape.num_kv_heads,
+        "num_query_groups": shape.num_heads if shape.latent or shape.compressed else shape.num_kv_heads,
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
@@ -290,14 +340,19 @@ def _yarn(rope: Rope) -> dict[str, Any]:
 
 def _experts(experts: Experts) -> dict[str, Any]:
     groups, of_them = experts.groups or (None, None)
+    if experts.silu_clamp is not None:
+        silu = {"activation_func_clamp_value": experts.silu_clamp, "bias_activation_fusion": False}
+    else:
+        silu = {}
     clamped = {"activation_func": sloped_silu, "activation_func_clamp_value": experts.clamp, "glu_linear_offset": 1.0}
-    return (clamped if experts.clamp is not None else {}) | {
+    return (clamped if experts.clamp is not None else silu) | {
         "num_moe_experts": experts.number,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.width,
         "moe_layer_freq": [int(sparse) for sparse in experts.is_sparse],
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
-        "moe_router_score_function": experts.score,
+        # Of scores that 0.16.1 does not know: `hash_routing` has a router of its own.
+        "moe_router_score_function": "sigmoid" if experts.score == "sqrtsoftplus" else experts.score,
         # A softmax over the chosen ones alone is the normalised softmax over all.
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalizes,
         "moe_router_topk_scaling_factor": experts.scaling,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext
 from rllaunch.backends.block_fp8 import is_mxfp4, scale_name, scheme_of
+from rllaunch.backends.deepseek_v4_names import TABLE, module_name
 from rllaunch.backends.embedded import model as embedded
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import missing, stored, unstack_experts
@@ -35,13 +36,17 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
         scheme_of(quantisation)  # others have scales that are read otherwise
     directory = embedded.checkpoint_directory(checkpoint)
     files = _files(directory)
+    called = {name: name for name in files}
+    if shape.compressed:
+        called = {module_name(name): name for name in files}
+        files = {module_name(name): path for name, path in files.items()}
     if lacking := missing(shape, files):
         raise ConfigError(
             f"the checkpoint lacks {len(lacking)} tensors of the model: {', '.join(lacking[:3])}",
             str(directory),
             "choose the model profile that describes this checkpoint",
         )
-    return _reader(files)
+    return _reader(files, called)
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -59,12 +64,18 @@ def _files(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
+def _reader(files: dict[str, Path], called: dict[str, str]) -> Callable[[str], Tensor]:
+    """
+    Args:
+        files: by the names that the model has for the tensors.
+        called: what the files call each.
+    """
     from safetensors import safe_open
 
     def read(name: str, number: int | None = None) -> Tensor:
         with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name) if number is None else file.get_slice(name)[number]
+            whole = called[name]
+            tensor: Tensor = file.get_tensor(whole) if number is None else file.get_slice(whole)[number]
             return tensor
 
     def read_mxfp4(name: str, number: int | None) -> Tensor:
@@ -87,6 +98,8 @@ def _reader(files: dict[str, Path]) -> Callable[[str], Tensor]:
                 return dequantise(tensor, read(scales))
             except ValueError as err:
                 raise ConfigError(f"{name}: {err}", str(files[scales]), "the checkpoint is damaged") from err
+        if name.endswith(TABLE):
+            return tensor
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ConfigError(
                 f"{name} is held as {tensor.dtype}",
