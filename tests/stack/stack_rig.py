@@ -61,16 +61,23 @@ GPT_OSS = {
 }  # fmt: skip
 DEEPSEEK_V4 = {
     "model_type": "deepseek_v4", "vocab_size": 52, "hidden_size": 32, "moe_intermediate_size": 16,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "partial_rotary_factor": 0.5, "q_lora_rank": 12,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "partial_rotary_factor": 0.5, "q_lora_rank": 12,
     "o_groups": 2, "o_lora_rank": 6, "sliding_window": 5, "index_n_heads": 12, "index_head_dim": 8, "index_topk": 3,
-    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+    "layer_types": [
+        "heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention",
+    ],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
-    "mlp_layer_types": ["hash_moe", "moe", "hash_moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
     "swiglu_limit": 0.5, "hc_mult": 2, "hc_sinkhorn_iters": 5, "max_position_embeddings": 128,
     "rope_parameters": {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5,
     },
 }  # fmt: skip
+DEEPSEEK_V4_SHORT = {
+    **DEEPSEEK_V4, "sliding_window": 3, "index_topk": 1,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+}  # fmt: skip
+"""With so little in a window and an entry that samples of a few tokens have all of it, and more than are chosen."""
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -116,7 +123,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": DEEPSEEK_V4,
     "deepseek_v4-other-layers": {
-        **DEEPSEEK_V4, "layer_types": ["sliding_attention", "compressed_sparse_attention", "compressed_sparse_attention"],
+        **DEEPSEEK_V4, "num_hidden_layers": 3, "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8}, "index_topk": 64,
         "mlp_layer_types": ["moe"] * 3, "hc_mult": 3, "hc_sinkhorn_iters": 1, "o_groups": 4, "swiglu_limit": 10.0,
         "rope_parameters": {}, "index_n_heads": 3, "sliding_window": 64, "rms_norm_eps": 1e-3,

@@ -19,7 +19,7 @@ from rig import LLAMA, QWEN3, QWEN3_MOE, CollectedUpdate, make_batch, make_conte
 from stack_process import resume_rank, run_ranks, same_on_every_rank, train_rank
 from stack_rig import (
     DEEPSEEK,
-    DEEPSEEK_V4,
+    DEEPSEEK_V4_SHORT,
     GLM4_MOE,
     GLM4_MOE_LITE,
     GPT_OSS,
@@ -57,7 +57,7 @@ FAMILIES = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
     "gpt_oss": GPT_OSS,
-    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v4": DEEPSEEK_V4_SHORT,
 }
 # Adam divides by the root of a square: where a gradient is rounding alone, a larger eps keeps it from becoming a step.
 STEADY = {"adam_eps": 1e-3, "micro_batch_size": 3}
@@ -524,6 +524,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "pipeline, sinks and windows": (GPT_OSS, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}),
+    "experts, entries": (DEEPSEEK_V4_SHORT, {"expert_model_parallel_size": 2}),
+    "experts' tensors, entries": (DEEPSEEK_V4_SHORT, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "experts by tensor ranks, entries, padded": (
+        DEEPSEEK_V4_SHORT,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "recompute_granularity": "selective",
+        },
+    ),
+    "pipeline, entries": (DEEPSEEK_V4_SHORT, {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}),
+    "pipeline, entries, padded": (DEEPSEEK_V4_SHORT, {"pipeline_model_parallel_size": 2}),
     "data, by tokens": (QWEN3, BY_TOKENS),
     "pipeline, by tokens": (QWEN3, {**BY_TOKENS, "pipeline_model_parallel_size": 2}),
     "experts, by tokens": (MOE, {**BY_TOKENS, "expert_model_parallel_size": 2}),
