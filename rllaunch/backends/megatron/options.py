@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from rllaunch.backends.megatron.option_names import ALIASES, FOREIGN, OWN, UNSERVED
+from rllaunch.backends.megatron.served import require_served
 from rllaunch.backends.megatron.shape import SIGMOID_SLOPE, Experts, Latent, ModelShape, Rope
 from rllaunch.errors import ConfigError, did_you_mean
 from rllaunch.resolve.schema import LaunchConfig
@@ -51,7 +52,8 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
             it refuses; or a layout this trainer does not serve.
     """
     _check_served(config, shape)
-    _check_compressed(config, shape)
+    if shape.compressed:
+        require_served(config, shape.compressed.groups)
     given, notes = _given(config.megatron.model_extra or {})
     # Adapters read the inputs of linear layers, which those of Transformer Engine hide behind a fused norm.
     uses_te_unless_told = (
@@ -75,13 +77,6 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     if shape.has_sinks and (uses_te or config.trainer.precision == "fp8"):
         raise ConfigError(
             "attention sinks and biases of experts are built in local layers only, not in those of Transformer Engine",
-            "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
-            "leave transformer_impl out and use --train-precision bf16",
-        )
-    if shape.compressed and (uses_te or config.trainer.precision == "fp8"):
-        raise ConfigError(
-            "compressed attention and residual streams are built in local layers only, not in those of Transformer "
-            "Engine",
             "[megatron] transformer_impl" if uses_te else "trainer.precision = fp8",
             "leave transformer_impl out and use --train-precision bf16",
         )
@@ -203,46 +198,6 @@ def _check_served(config: LaunchConfig, shape: ModelShape) -> None:
             "sequences",
             ["trainer.sequence_parallel = false", "trainer.tensor_model_parallel_size > 1"],
             "use --sequence-parallel",
-        )
-
-
-def _check_compressed(config: LaunchConfig, shape: ModelShape) -> None:
-    if shape.compressed is None:
-        return
-    options, size = config.megatron.model_extra or {}, config.trainer.tensor_model_parallel_size
-    if config.has_lora:
-        raise ConfigError(
-            "LoRA adapters stand beside Megatron-core's linear layers, and compressed attention has others",
-            "algorithm.lora_rank",
-            "train all of it: --lora-rank 0",
-        )
-    if shape.compressed.groups % size:
-        raise ConfigError(
-            f"{shape.compressed.groups} groups of attention's output do not divide by {size} tensor-parallel ranks",
-            ["model.architecture.o_groups", f"trainer.tensor_model_parallel_size = {size}"],
-            "choose a size that divides them: each rank has whole groups of heads",
-        )
-    if size > 1 and not config.trainer.sequence_parallel:
-        raise ConfigError(
-            "what attention's keys are made of is whole on each tensor-parallel rank, whose gradients are added only "
-            "where the ranks share sequences",
-            ["trainer.sequence_parallel = false", f"trainer.tensor_model_parallel_size = {size}"],
-            "use --sequence-parallel",
-        )
-    for name in ("attention_dropout", "moe_router_fusion", "moe_shared_expert_overlap"):
-        if options.get(name):
-            raise ConfigError(
-                f"{name} = {options[name]!r}: attention, router and experts of this family are built without it",
-                f"[megatron] {name}",
-                "leave it out",
-            )
-    recomputed = set(options.get("recompute_modules") or ()) - {"core_attn", "shared_experts"}
-    if config.trainer.recompute_granularity == "selective" and recomputed:
-        raise ConfigError(
-            f"recompute_modules has {', '.join(sorted(recomputed))}: of layers with several streams only core_attn and "
-            "shared_experts are computed again by themselves",
-            "[megatron] recompute_modules",
-            "leave it out, or use --recompute-granularity full",
         )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext
-from rllaunch.backends.block_fp8 import is_mxfp4, scale_name, scheme_of
+from rllaunch.backends.block_fp8 import BLOCK, is_mxfp4, scale_name, scheme_of
 from rllaunch.backends.deepseek_v4_names import TABLE, module_name
 from rllaunch.backends.embedded import model as embedded
 from rllaunch.backends.megatron.shape import ModelShape
@@ -32,7 +33,9 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
         module = embedded.build_model(context, dtype=torch.float32, with_lora=False)
         return dict(unstack_experts(((n, t.detach()) for n, t in module.state_dict().items()), shape)).__getitem__
     quantisation = embedded.quantisation_of(context)
-    if quantisation is not None and not (is_mxfp4(quantisation) and shape.experts and shape.experts.is_stacked):
+    if quantisation is not None and shape.compressed:
+        _require_fp8(quantisation)
+    elif quantisation is not None and not (is_mxfp4(quantisation) and shape.experts and shape.experts.is_stacked):
         scheme_of(quantisation)  # others have scales that are read otherwise
     directory = embedded.checkpoint_directory(checkpoint)
     files = _files(directory)
@@ -47,6 +50,23 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
             "choose the model profile that describes this checkpoint",
         )
     return _reader(files, called)
+
+
+def _require_fp8(quantisation: Mapping[str, Any]) -> None:
+    """Of DeepSeek-V4's releases those are read that have no experts in four bits; scales are float32 or powers of two.
+
+    Raises:
+        ConfigError: it is quantised otherwise.
+    """
+    method, size = quantisation.get("quant_method"), list(quantisation.get("weight_block_size") or ())
+    experts = quantisation.get("expert_dtype") or "fp8"
+    if method != "fp8" or size != [BLOCK, BLOCK] or not str(experts).startswith("fp8"):
+        raise ConfigError(
+            f"a checkpoint of DeepSeek-V4 with quant_method = {method!r}, weight_block_size = {size} and experts in "
+            f"{experts} is not read",
+            "quantization_config in the checkpoint's config.json",
+            f"give one in bfloat16, or all of it in FP8 with blocks of {BLOCK} × {BLOCK}",
+        )
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -92,10 +112,10 @@ def _reader(files: dict[str, Path], called: dict[str, str]) -> Callable[[str], T
         if name not in files:
             return read_mxfp4(name, number)
         tensor = read(name, number)
-        scales = scale_name(name)
-        if tensor.dtype == E4M3 and scales in files:
+        scales = next((s for s in (scale_name(name), name.removesuffix("weight") + "scale") if s in files), None)
+        if tensor.dtype == E4M3 and scales is not None:
             try:
-                return dequantise(tensor, read(scales))
+                return dequantise(tensor, read(scales).float())
             except ValueError as err:
                 raise ConfigError(f"{name}: {err}", str(files[scales]), "the checkpoint is damaged") from err
         if name.endswith(TABLE):
