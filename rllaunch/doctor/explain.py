@@ -63,6 +63,7 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         "update would bring the engines something else than was loaded",
         f"Model types that it builds: {', '.join(built_types())}. Of these, too, it refuses\nwhat Megatron-core "
         "computes otherwise (sliding windows, biases, other kinds of rotary embedding); the finding names the fact.\n\n"
+        "Of deepseek_v4 it builds local layers only: no Transformer Engine, no FP8, no LoRA.\n\n"
         "All other shipped models can be planned and checked, and `rllaunch train --rehearse` runs them in small,\non "
         "the embedded backend.",
     ),
@@ -74,7 +75,8 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         f"- engines in FP8 (`--rollout-dtype fp8`, from the megatron trainer) in blocks of {BLOCK} × {BLOCK}\n"
         "  with scales in float32, of a checkpoint in bfloat16 or in such blocks, on CUDA GPUs of compute\n  "
         f"capability {_FROM} and more, below {_TO} (Ada, Hopper).\n\n"
-        "Not: another quantisation, on other GPUs FP8, which SGLang rewrites there after loading; and\nwith engines "
+        "Not: engines of DeepSeek-V4, which no update has been held against; another quantisation; on other\nGPUs FP8, "
+        "which SGLang rewrites there after loading; and with engines "
         "in FP8 of a bfloat16 checkpoint no speculation and no KV cache in FP8, for which an update brings nothing.",
     ),
     "RL600": ("such a profile is in no list, and a launch that names it ends with an unknown name", ""),
