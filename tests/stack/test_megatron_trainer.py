@@ -380,8 +380,9 @@ def test_of_both_types_of_parameters_a_resumed_run_has_every_bit(started: Any, t
     assert dict(again.train(make_batch(again.context, 1)).values) == want[0]
     assert all(torch.equal(tensor, want[1][name]) for name, tensor in weights_of(again).items())
     kept = {name for name, tensor in want[1].items() if torch.equal(tensor, before[name])}
-    same = {name for name in kept if "experts" not in name}  # a table of zeros asks for one of them only
-    assert {name.partition("compressor.indexer")[1] for name in same} == {"compressor.indexer"}, "all else is trained"
+    # A table of zeros asks for one expert twice, whose weight then is half whatever the router says.
+    same = {name for name in kept if ".mlp." not in name}
+    assert same == {name for name in before if ".compressor.indexer." in name}, "all else is trained"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2", "gpt_oss", "deepseek_v4"])
