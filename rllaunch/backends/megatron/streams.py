@@ -155,10 +155,19 @@ def put_streams(block_spec: Any, shape: ModelShape, config: Any) -> None:
         own.submodules = copy(layer.submodules)
         own.submodules.input_layernorm = own.submodules.pre_mlp_layernorm = WideNorm
         own.submodules.self_attention = ModuleSpec(module=CompressedAttention, params={"shape": shape})
-        own.submodules.mlp = copy(layer.submodules.mlp)
-        own.submodules.mlp.submodules = copy(layer.submodules.mlp.submodules)
-        own.submodules.mlp.submodules.router = partial(
-            SoftplusRouter, experts=shape.experts, num_tokens=shape.vocab_size, layer=first + number
-        )
+        router = partial(SoftplusRouter, experts=shape.experts, num_tokens=shape.vocab_size, layer=first + number)
+        own.submodules.mlp = _routed_by(layer.submodules.mlp, router)
         block_spec.layer_specs[number] = own
     block_spec.layer_norm = ModuleSpec(module=MergedNorm, params={"streams": shape.streams})
+
+
+def _routed_by(experts: Any, router: Any) -> Any:
+    """The spec of a layer of experts with another router; 0.19.2 has a partial where 0.16.1 has a spec."""
+    if isinstance(experts, partial):
+        parts = copy(experts.keywords["submodules"])
+        parts.router = router
+        return partial(experts.func, *experts.args, **{**experts.keywords, "submodules": parts})
+    own = copy(experts)
+    own.submodules = copy(experts.submodules)
+    own.submodules.router = router
+    return own
