@@ -123,12 +123,15 @@ class Launch:
         is_megatron = self.config.trainer.backend == "megatron"
         level: Level = "error" if probe else "warning"
         from rllaunch.backends import block_fp8
-        from rllaunch.backends.megatron import shape
+        from rllaunch.backends.megatron import served, shape
 
         if is_megatron and "model_type" in facts and (refusal := shape.refusal_of(facts)) is not None:
             text = f"{self.config.model.name} can be planned, checked and rehearsed, not trained yet: {refusal.what}"
             origin = self.resolved.describe("model.architecture.model_type")
             found.append(Finding("RL512", level, text, (origin,), refusal.fix))
+        elif (refusal := served.refusal_of(self.config)) is not None:
+            text = f"{self.config.model.name} cannot be trained so: {refusal.what}"
+            found.append(Finding("RL512", level, text, tuple(map(self._with_place, refusal.where)), refusal.fix))
         if (refusal := block_fp8.refusal_of(self.config)) is not None:
             where = tuple(map(self._with_place, refusal.where))
             found.append(Finding("RL513", level, refusal.what, where, refusal.fix))

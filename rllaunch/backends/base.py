@@ -176,9 +176,16 @@ def joined_with(name: str) -> str | None:
     """The tensor that must lie in the same bucket as this one; None: there is none.
 
     SGLang makes one parameter of both projections to the latents. What has come without the other when a call ends is
-    forgotten, without a word (0.5.23 models/deepseek_common/deepseek_weight_loader.py, models/glm4_moe_lite.py).
+    forgotten, without a word (0.5.23 models/deepseek_common/deepseek_weight_loader.py, models/glm4_moe_lite.py); of
+    DeepSeek-V4, which has more such pairs, it ends the engine (models/deepseek_v4.py).
     """
-    return name.replace(".q_a_proj.", ".kv_a_proj_with_mqa.") if ".q_a_proj." in name else None
+    for one, other in _JOINED.items():
+        if one in name:
+            return name.replace(one, other)
+    return None
+
+
+_JOINED = {".q_a_proj.": ".kv_a_proj_with_mqa.", ".attn.wq_a.": ".attn.wkv.", ".compressor.wkv.": ".compressor.wgate."}
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def engine_scheme(
     """
     if config.rollout.backend != "sglang":
         return None
+    require_updates(config.model.architecture.get("model_type"))
     _check_options(config)
     dtype = config.rollout.dtype
     if dtype == "bfloat16" and loads_nothing(config, quantisation):
@@ -223,6 +224,20 @@ def require_quantised(model_type: str | None) -> None:
         raise ConfigError("experts of gpt-oss lie in one tensor, which nothing here quantises in blocks", where, _BF16)
     if model_type in _LINEAR_ATTENTION:
         raise ConfigError("no weight update brings engines linear attention in FP8", where, _BF16)
+
+
+def require_updates(model_type: str | None) -> None:
+    """
+    Raises:
+        ConfigError: nobody has held an update of such a model against SGLang's.
+    """
+    if model_type == "deepseek_v4":
+        raise ConfigError(
+            "SGLang's DeepSeek-V4 rewrites weights that it has loaded, for kernels that need a GPU: no update has been "
+            "held against it yet",
+            ["rollout.backend = sglang", f"model.architecture.model_type = {model_type}"],
+            "train it in small with --rollout-backend embedded; `rllaunch plan` and --dry-run take it as it is",
+        )
 
 
 def _check_empty(config: LaunchConfig) -> None:

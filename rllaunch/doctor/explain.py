@@ -63,7 +63,8 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         "update would bring the engines something else than was loaded",
         f"Model types that it builds: {', '.join(built_types())}.\n"
         "Of these, too, it refuses what Megatron-core computes otherwise (windows but gpt-oss's, biases, other kinds\n"
-        "of rotary embedding); the finding names the fact.\n\n"
+        "of rotary embedding); the finding names the fact. Of deepseek_v4 it builds local layers only: no Transformer\n"
+        "Engine, no FP8, no LoRA.\n\n"
         "All other shipped models can be planned and checked, and `rllaunch train --rehearse` runs them in small,\non "
         "the embedded backend.",
     ),
@@ -76,8 +77,9 @@ _TOLD: Mapping[str, tuple[str, str]] = {
         f"- engines in FP8 (`--rollout-dtype fp8`, from the megatron trainer) in blocks of {BLOCK} × {BLOCK}\n"
         "  with scales in float32, of a checkpoint in bfloat16 or in such blocks, on CUDA GPUs of compute\n  "
         f"capability {_FROM} and more, below {_TO} (Ada, Hopper).\n\n"
-        "Not: another quantisation, on other GPUs FP8, which SGLang rewrites there after loading; FP8 of gpt-oss; and\n"
-        "with engines in FP8 of a bfloat16 checkpoint, or in bfloat16 of one in MXFP4, no speculation and no KV cache\n"
+        "Not: engines of DeepSeek-V4, which no update has been held against; another quantisation; on other GPUs FP8,\n"
+        "which SGLang rewrites there after loading; FP8 of gpt-oss and of models with linear attention; and with\n"
+        "engines in FP8 of a bfloat16 checkpoint, or in bfloat16 of one in MXFP4, no speculation and no KV cache\n"
         "in FP8, for which an update brings nothing.",
     ),
     "RL600": ("such a profile is in no list, and a launch that names it ends with an unknown name", ""),

@@ -67,7 +67,7 @@ def test_a_finding_without_a_rule_is_explained_too(rllaunch: Any):
 
 def test_a_model_that_is_not_trained_is_explained_by_those_that_are(rllaunch: Any):
     out = rllaunch("doctor", "--explain", "RL512").out
-    refused = rllaunch("doctor", "--no-probe", "--model", "dsv4", "--hardware", "GB300").out
+    refused = rllaunch("doctor", "--no-probe", "--model", "glm-5", "--hardware", "GB300").out
     (types,) = re.findall(r"it builds ([\w, ]+);", refused)
     assert f"Model types that it builds: {types}." in out
     assert "qwen3_moe" in types

@@ -73,7 +73,7 @@ PUBLISHED = {
 
 # Those the megatron trainer builds.
 TRAINED = {
-    "deepseek-v3", "glm-4.5", "glm-4.5-air", "glm-4.7-flash", "gpt-oss-120b", "gpt-oss-20b", "joyai-llm-flash", "kimi-k2",
+    "deepseek-v3", "deepseek-v4-pro", "dsv4", "glm-4.5", "glm-4.5-air", "glm-4.7-flash", "gpt-oss-120b", "gpt-oss-20b", "joyai-llm-flash", "kimi-k2",
     "llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "minimax-m2.5", "moonlight-16b-a3b", "qwen2.5-0.5b", "qwen3-0.6b",
     "qwen3-1.7b", "qwen3-14b", "qwen3-235b-a22b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-4b", "qwen3-8b", "qwen3-next-80b-a3b",
     "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.8-27b", "tiny",

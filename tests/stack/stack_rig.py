@@ -71,6 +71,25 @@ GATED_EXPERTS = {
 }  # fmt: skip
 QWEN3_5_MOE = {**QWEN3_5, **GATED_EXPERTS, "model_type": "qwen3_5_moe_text"}
 QWEN3_NEXT = {**QWEN3_5, **GATED_EXPERTS, "model_type": "qwen3_next", "norm_topk_prob": True}
+DEEPSEEK_V4 = {
+    "model_type": "deepseek_v4", "vocab_size": 52, "hidden_size": 32, "moe_intermediate_size": 16,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "partial_rotary_factor": 0.5, "q_lora_rank": 12,
+    "o_groups": 2, "o_lora_rank": 6, "sliding_window": 5, "index_n_heads": 12, "index_head_dim": 8, "index_topk": 3,
+    "layer_types": [
+        "heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention", "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5, "hc_mult": 2, "hc_sinkhorn_iters": 5, "max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5,
+    },
+}  # fmt: skip
+DEEPSEEK_V4_SHORT = {
+    **DEEPSEEK_V4, "sliding_window": 3, "index_topk": 1,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+}  # fmt: skip
+"""With so little in a window and an entry that samples of a few tokens have all of it, and more than are chosen."""
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -113,6 +132,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss-other-windows": {
         **GPT_OSS, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 17, "head_dim": 16,
         "num_key_value_heads": 4, "num_experts_per_tok": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v4-other-layers": {
+        **DEEPSEEK_V4, "num_hidden_layers": 3, "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8}, "index_topk": 64,
+        "mlp_layer_types": ["moe"] * 3, "hc_mult": 3, "hc_sinkhorn_iters": 1, "o_groups": 4, "swiglu_limit": 10.0,
+        "rope_parameters": {}, "index_n_heads": 3, "sliding_window": 64, "rms_norm_eps": 1e-3,
     },
     "minimax_m2": MINIMAX_M2,
     "qwen3_5_text": QWEN3_5,
@@ -189,7 +215,7 @@ def one_process() -> Iterator[None]:
 def critic_of(trainer: Any) -> dict[str, torch.Tensor]:
     """A megatron trainer's critic under the names of its checkpoint, on rank 0; its value head as `lm_head.weight`.
 
-    Without the biases of routers, which are no parameters.
+    Without the biases and tables of routers, which are no parameters.
 
     Every rank must call it, awake.
     """
@@ -204,7 +230,8 @@ def critic_of(trainer: Any) -> dict[str, torch.Tensor]:
     found = {n: t.detach().clone() for n, t in placement.gather(local.__getitem__, "cpu")}
     if found:
         found["lm_head.weight"] = found["lm_head.weight"][:1]  # each tensor-parallel rank has a whole one
-    return {f"critic {n}": t for n, t in found.items() if not n.endswith("e_score_correction_bias")}
+    buffers = ("e_score_correction_bias", "tid2eid")
+    return {f"critic {n}": t for n, t in found.items() if not n.endswith(buffers)}
 
 
 def hf_model(context: LaunchContext) -> Any:
@@ -215,6 +242,9 @@ def hf_model(context: LaunchContext) -> Any:
     torch.manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("norm.weight", "bias", "sinks", "A_log")):
+            if name.endswith(("norm.weight", "bias", "sinks", "A_log", "base", "scale")):
                 tensor.add_(torch.randn_like(tensor) * 0.2)
+            if name.endswith("tid2eid"):
+                experts = torch.rand(len(tensor), context.config.model.architecture["n_routed_experts"])
+                tensor.copy_(experts.argsort(dim=1)[:, : tensor.shape[1]])
     return model

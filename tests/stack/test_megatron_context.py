@@ -12,7 +12,17 @@ pytest.importorskip("megatron.core")
 
 from rig import QWEN3, make_context, sent_by
 from stack_process import run_ranks, same_on_every_rank, train_rank
-from stack_rig import DEEPSEEK, GPT_OSS, QWEN3_5, QWEN3_NEXT, YARN, assert_trained_alike, critic_of, free_port
+from stack_rig import (
+    DEEPSEEK,
+    DEEPSEEK_V4_SHORT,
+    GPT_OSS,
+    QWEN3_5,
+    QWEN3_NEXT,
+    YARN,
+    assert_trained_alike,
+    critic_of,
+    free_port,
+)
 from test_megatron_trainer import (
     BY_TOKENS,
     DISPATCHER,
@@ -48,6 +58,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
         "latents, padded": ("kl", LATENTS, CP, {}),
         "sinks and windows": ("kl", GPT_OSS, CP, BY_SAMPLE),
         "sinks and windows, padded": ("kl", GPT_OSS, {**CP, "recompute_granularity": "selective"}, {}),
+        "entries": ("kl", DEEPSEEK_V4_SHORT, {**CP, "recompute_granularity": "full"}, BY_SAMPLE),
+        "entries, padded": ("kl", DEEPSEEK_V4_SHORT, {**CP, "recompute_granularity": "selective"}, {}),
         "experts": ("kl", MOE, {**CP, "expert_model_parallel_size": 2}, {}),
         "linear attention": ("kl", QWEN3_5, CP, BY_SAMPLE),
         "linear attention, padded": ("grpo", QWEN3_5, {**CP, "recompute_granularity": "selective"}, {}),

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rllaunch.backends.megatron.chunks import tables_of
 from rllaunch.backends.megatron.context import Segments, segments, whole_row
+from rllaunch.backends.megatron.entries import row_of
 from rllaunch.backends.megatron.sinks import attend_with_sinks
 
 # The widest head of FlashAttention 2, which is behind torch's attention over samples of any length.
@@ -145,7 +146,7 @@ def drop_tables() -> None:
     Megatron-core (0.16.1) keeps the rotary angles of the last 32 lengths with the class, whatever becomes of the model,
     and packed rows differ in length nearly every time: 469 MiB for heads of 128 and 30 thousand positions.
     """
-    for kept in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward, segments, whole_row, tables_of):
+    for kept in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward, segments, whole_row, tables_of, row_of):
         if clear := getattr(kept, "cache_clear", None):
             clear()
 

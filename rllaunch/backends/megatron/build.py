@@ -137,11 +137,12 @@ def build(context: LaunchContext, device: str) -> Built:
     adapters = critic_placement = None
     if config.has_lora:
         adapters, placement = freeze_and_adapt(context, model, placement)
-        _lay_together([p for p in model.parameters() if not p.requires_grad])  # Megatron-core does with those it trains
+    _lay_together(_frozen(model))
     ddp, critic = DistributedDataParallel(configs.transformer, configs.ddp, model), None
     peak_lr = {ddp: config.trainer.lr}
     if config.has_critic:
         model, critic_placement = _model(configs, shape, tensor_of, device, is_critic=True)
+        _lay_together(_frozen(model))
         critic = DistributedDataParallel(configs.transformer, configs.ddp, model)
         peak_lr[critic] = config.algorithm.critic_lr or config.trainer.lr
     optimizer = _optimizer(configs, peak_lr, on_cpu=on_cpu)
@@ -169,6 +170,11 @@ def _model(
         put_value_head(model, device)
         placement = Placement(model, shape, critic_entries(shape))
     return model, placement
+
+
+def _frozen(model: Any) -> list[Tensor]:
+    """Parameters that nothing trains; Megatron-core lays together those it does."""
+    return [p for p in model.parameters() if not p.requires_grad]
 
 
 def _optimizer(configs: MegatronConfigs, peak_lr: dict[Any, float], *, on_cpu: bool) -> Any:

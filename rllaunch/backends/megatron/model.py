@@ -20,6 +20,7 @@ from rllaunch.backends.megatron.head_norms import norm_all_heads
 from rllaunch.backends.megatron.local_layers import use_torch
 from rllaunch.backends.megatron.options import MegatronConfigs
 from rllaunch.backends.megatron.shape import ModelShape
+from rllaunch.backends.megatron.streams import StreamsModel, put_streams
 
 # Norms of latents have the class default of transformers (DeepSeek-V3, GLM-4.7-Flash), whatever `rms_norm_eps` says.
 _LATENT_NORM_EPS = 1e-6
@@ -42,7 +43,9 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         gate_attention(spec)
     if shape.delta_net:
         put_delta_nets(spec, shape, config)
-    model = GPTModel(
+    if shape.streams:
+        put_streams(spec, shape, config)
+    model = (StreamsModel if shape.streams else GPTModel)(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
@@ -51,7 +54,7 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.is_tied,
-        position_embedding_type="yarn" if shape.rope.kind == "yarn" and not shape.latent else "rope",
+        position_embedding_type=_position_embedding(shape),
         rotary_percent=shape.rope.share,
         rotary_base=shape.rope.theta,
         rope_scaling=shape.rope.kind == "llama3",
@@ -59,6 +62,8 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
     )
     if shape.experts and shape.experts.has_shared_gate:
         gate_shared_experts(model)
+    if shape.streams:
+        model.start_streams(shape.streams.number)
     if shape.latent:
         _set_latent_norms(model)
     if shape.linear_bias:
@@ -66,6 +71,13 @@ def build_model(configs: MegatronConfigs, shape: ModelShape) -> Any:
     if shape.pad_id is not None and model.pre_process:
         _keep_embedding_of(shape.pad_id, model.embedding.word_embeddings)
     return model
+
+
+def _position_embedding(shape: ModelShape) -> str:
+    """Of those that the model hands to its layers; some rotate by themselves."""
+    if shape.compressed:
+        return "none"
+    return "yarn" if shape.rope.kind == "yarn" and not shape.latent else "rope"
 
 
 def _keep_embedding_of(pad_id: int, embedding: Any) -> None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from rllaunch.backends.megatron.option_names import ALIASES, FOREIGN, OWN, UNSERVED
+from rllaunch.backends.megatron.served import require_served
 from rllaunch.backends.megatron.shape import SIGMOID_SLOPE, Experts, Latent, ModelShape, Rope
 from rllaunch.errors import ConfigError, did_you_mean
 from rllaunch.resolve.schema import LaunchConfig
@@ -52,9 +53,13 @@ def megatron_configs(config: LaunchConfig, shape: ModelShape, *, on_cpu: bool) -
     """
     _check_served(config, shape)
     _check_heads(config, shape)
+    if shape.compressed:
+        require_served(config, shape.compressed.groups)
     given, notes = _given(config.megatron.model_extra or {})
     # Adapters read the inputs of linear layers, which those of Transformer Engine hide behind a fused norm.
-    uses_te_unless_told = has_transformer_engine() and not config.has_lora and not shape.has_sinks
+    uses_te_unless_told = (
+        has_transformer_engine() and not config.has_lora and not shape.has_sinks and not shape.compressed
+    )
     impl = given.get("transformer_impl", "transformer_engine" if uses_te_unless_told else "local")
     if impl not in ("local", "transformer_engine") or (impl == "transformer_engine" and not has_transformer_engine()):
         raise ConfigError(
@@ -240,7 +245,7 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.ffn_width,
         "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_heads if shape.latent else shape.num_kv_heads,
+        "num_query_groups": shape.num_heads if shape.latent or shape.compressed else shape.num_kv_heads,
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
@@ -303,14 +308,19 @@ def _yarn(rope: Rope) -> dict[str, Any]:
 
 def _experts(experts: Experts) -> dict[str, Any]:
     groups, of_them = experts.groups or (None, None)
+    if experts.silu_clamp is not None:
+        silu = {"activation_func_clamp_value": experts.silu_clamp, "bias_activation_fusion": False}
+    else:
+        silu = {}
     clamped = {"activation_func": sloped_silu, "activation_func_clamp_value": experts.clamp, "glu_linear_offset": 1.0}
-    return (clamped if experts.clamp is not None else {}) | {
+    return (clamped if experts.clamp is not None else silu) | {
         "num_moe_experts": experts.number,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.width,
         "moe_layer_freq": [int(sparse) for sparse in experts.is_sparse],
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
-        "moe_router_score_function": experts.score,
+        # Of scores that 0.16.1 does not know: `hash_routing` has a router of its own.
+        "moe_router_score_function": "sigmoid" if experts.score == "sqrtsoftplus" else experts.score,
         # A softmax over the chosen ones alone is the normalised softmax over all.
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalizes,
         "moe_router_topk_scaling_factor": experts.scaling,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ def run_passes(
 
         return output, loss
 
+    # Between stages all residual streams of a position lie beside each other; Megatron-core knows of one.
+    streams = getattr(model.module, "num_streams", 1)
+    wider = {"adjust_tensor_shapes_fn": partial(_wider, streams)} if streams > 1 and work.share.num_stages > 1 else {}
     outputs: list[Figures] = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iter(parts),
@@ -70,8 +74,13 @@ def run_passes(
         seq_length=parts[0].num_positions,
         micro_batch_size=1 if work.share.is_packed else len(parts[0].rows_b),
         forward_only=forward_only,
+        **wider,
     )
     return outputs
+
+
+def _wider(streams: int, *shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
+    return tuple([(*shape[:-1], shape[-1] * streams) if shape else shape for shape in one] for one in shapes)
 
 
 def of_every_sample(

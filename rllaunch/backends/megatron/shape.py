@@ -47,6 +47,47 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Compressed:
+    """Attention over a window of tokens, and over entries that stand for several tokens each, as DeepSeek-V4 has it.
+
+    Args:
+        kinds: of each layer, what it sees beside the window: `window` nothing, `sparse` the entries that an indexer
+            chooses, `heavy` all entries.
+        q_rank: width of the latent that queries are made of; keys and values are one head of their own.
+        window: how many positions a query sees, its own among them.
+        groups, group_rank: of the projection of the output: each group of heads is made so wide by itself.
+        sparse_rate, heavy_rate: tokens of an entry.
+        index_heads, index_dim, index_top_k: of the indexer, and how many entries it chooses.
+        rope: of layers with entries; those without have the model's.
+    """
+
+    kinds: tuple[Literal["window", "sparse", "heavy"], ...]
+    q_rank: int
+    window: int
+    groups: int
+    group_rank: int
+    sparse_rate: int
+    heavy_rate: int
+    index_heads: int
+    index_dim: int
+    index_top_k: int
+    rope: Rope
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams that layers mix, where there are several.
+
+    Args:
+        iterations: in which their mixing is made doubly stochastic, with `eps` in every quotient.
+    """
+
+    number: int
+    iterations: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts.
 
@@ -58,6 +99,8 @@ class Experts:
         has_bias: a bias decides, beside the scores, which experts are chosen.
         clamp: bound of what is gated and of its gate, where that is not SiLU but gpt-oss's: (up + 1) · gate ·
             sigmoid(1.702 gate); None: SiLU.
+        silu_clamp: bound of what is gated and of its gate before SiLU; None: they have none.
+        hashed: of each layer, whether a table of token ids says which experts are chosen; empty: scores always do.
         is_stacked: checkpoints have one tensor of all experts, each input features first, and rows of gate and up
             projection in turn.
         has_shared_gate: what the shared experts say of a token is multiplied by a number it is asked for.
@@ -76,6 +119,11 @@ class Experts:
     clamp: float | None = None
     is_stacked: bool = False
     has_shared_gate: bool = False
+    silu_clamp: float | None = None
+    hashed: tuple[bool, ...] = ()
+
+    def is_hashed(self, layer: int) -> bool:
+        return bool(self.hashed) and self.hashed[layer]
 
 
 @dataclass(frozen=True)
@@ -130,6 +178,8 @@ class ModelShape:
     has_sinks: bool = False
     windows: tuple[int, ...] = ()
     latent: Latent | None = None
+    compressed: Compressed | None = None
+    streams: Streams | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
     has_output_gate: bool = False
@@ -358,6 +408,71 @@ def _linear_layers(facts: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(bool((i + 1) % facts["full_attention_interval"]) for i in range(facts["num_hidden_layers"]))
 
 
+_KINDS: dict[str, Literal["window", "sparse", "heavy"]] = {
+    "sliding_attention": "window",
+    "compressed_sparse_attention": "sparse",
+    "heavily_compressed_attention": "heavy",
+}
+
+
+def _deepseek_v4(facts: Mapping[str, Any]) -> ModelShape:
+    # Not of a profile, which has one rope for both: known once transformers' class has parted them.
+    main, compress = facts["rope_parameters"]["main"], facts["rope_parameters"]["compress"]
+    for name in ("attention_bias", "mlp_bias", "attention_dropout", "router_jitter_noise"):
+        if facts.get(name):
+            raise _unlike(name, facts[name], "none in this family")
+    if facts["scoring_func"] != "sqrtsoftplus":
+        raise _unlike("scoring_func", facts["scoring_func"], "only sqrtsoftplus in this family")
+    width, rates = facts["moe_intermediate_size"], facts["compress_rates"]
+    common = _common({**facts, "intermediate_size": width, "rope_parameters": main}, rotates_part=True)
+    compressed = Compressed(
+        kinds=tuple(_KINDS[kind] for kind in facts["layer_types"]),
+        q_rank=facts["q_lora_rank"],
+        window=facts["sliding_window"],
+        groups=facts["o_groups"],
+        group_rank=facts["o_lora_rank"],
+        sparse_rate=rates["compressed_sparse_attention"],
+        heavy_rate=rates["heavily_compressed_attention"],
+        index_heads=facts["index_n_heads"],
+        index_dim=facts["index_head_dim"],
+        index_top_k=facts["index_topk"],
+        rope=_entries_rope(compress),
+    )
+    if common["rope"].kind != "default" or common["rope"].share != compressed.rope.share:
+        raise _unlike("rope_parameters.main", main, "no scaling of it, and one share of a head that is rotated")
+    experts = Experts(
+        number=facts.get("n_routed_experts") or facts["num_local_experts"],
+        top_k=facts["num_experts_per_tok"],
+        width=width,
+        is_sparse=(True,) * facts["num_hidden_layers"],
+        score="sqrtsoftplus",
+        scaling=facts["routed_scaling_factor"],
+        shared_width=width,  # of one, whatever their number says
+        has_bias=True,
+        silu_clamp=float(facts["swiglu_limit"]),
+        hashed=tuple(kind == "hash_moe" for kind in facts["mlp_layer_types"]),
+    )
+    streams = Streams(facts["hc_mult"], facts["hc_sinkhorn_iters"], facts["hc_eps"])
+    return ModelShape(**common, compressed=compressed, streams=streams, experts=experts)
+
+
+def _entries_rope(given: Mapping[str, Any]) -> Rope:
+    theta, share = float(given["rope_theta"]), float(given.get("partial_rotary_factor", 1.0))
+    if given["rope_type"] == "default":
+        return Rope("default", theta, share)
+    if given["rope_type"] != "yarn" or given.get("attention_factor") != 1.0:
+        raise _unlike("rope_parameters.compress", dict(given), "default, and yarn with attention_factor = 1")
+    return Rope(
+        "yarn",
+        theta,
+        share,
+        float(given["factor"]),
+        int(given["original_max_position_embeddings"]),
+        float(given.get("beta_fast") or 32.0),
+        float(given.get("beta_slow") or 1.0),
+    )
+
+
 def _latent_with_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
@@ -420,11 +535,12 @@ _FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelShape]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
+    "deepseek_v4": _deepseek_v4,
 }
 # Multi-modal: their text model, of one of the types above, is what is built.
 _WITH_TEXT = ("qwen3_5", "qwen3_5_moe")
 # Families of which some layers see a window only.
-_WINDOWED = ("gpt_oss",)
+_WINDOWED = ("gpt_oss", "deepseek_v4")
 SIGMOID_SLOPE = 1.702
 """Of the gate of gpt-oss's experts: what SGLang takes it to be (0.5.23 models/gpt_oss.py)."""
 

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext
-from rllaunch.backends.block_fp8 import is_mxfp4, scale_name, scheme_of
+from rllaunch.backends.block_fp8 import BLOCK, is_mxfp4, scale_name, scheme_of
+from rllaunch.backends.deepseek_v4_names import TABLE, module_name
 from rllaunch.backends.embedded import model as embedded
 from rllaunch.backends.megatron.shape import ModelShape
 from rllaunch.backends.megatron.weights import missing, stored, unstack_experts
@@ -33,7 +35,9 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
         module = embedded.build_model(context, dtype=torch.float32, with_lora=False)
         return dict(unstack_experts(((n, t.detach()) for n, t in module.state_dict().items()), shape)).__getitem__
     quantisation = embedded.quantisation_of(context)
-    if quantisation is not None and not (is_mxfp4(quantisation) and shape.experts and shape.experts.is_stacked):
+    if quantisation is not None and shape.compressed:
+        _require_fp8(quantisation)
+    elif quantisation is not None and not (is_mxfp4(quantisation) and shape.experts and shape.experts.is_stacked):
         scheme_of(quantisation)  # others have scales that are read otherwise
     directory = embedded.checkpoint_directory(checkpoint)
     places = _places(_files(directory), shape)
@@ -44,6 +48,23 @@ def starting_weights(context: LaunchContext, shape: ModelShape) -> Callable[[str
             "choose the model profile that describes this checkpoint",
         )
     return _reader(places)
+
+
+def _require_fp8(quantisation: Mapping[str, Any]) -> None:
+    """Of DeepSeek-V4's releases those are read that have no experts in four bits; scales are float32 or powers of two.
+
+    Raises:
+        ConfigError: it is quantised otherwise.
+    """
+    method, size = quantisation.get("quant_method"), list(quantisation.get("weight_block_size") or ())
+    experts = quantisation.get("expert_dtype") or "fp8"
+    if method != "fp8" or size != [BLOCK, BLOCK] or not str(experts).startswith("fp8"):
+        raise ConfigError(
+            f"a checkpoint of DeepSeek-V4 with quant_method = {method!r}, weight_block_size = {size} and experts in "
+            f"{experts} is not read",
+            "quantization_config in the checkpoint's config.json",
+            f"give one in bfloat16, or all of it in FP8 with blocks of {BLOCK} × {BLOCK}",
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +98,9 @@ class _Place:
 
 
 def _places(files: Mapping[str, Path], shape: ModelShape) -> dict[str, _Place]:
-    """Name of the text model's tensor → where it is; of families whose releases are multi-modal, by their names."""
+    """Name that the model has for a tensor → where it is: some releases have other names, or more than one model."""
+    if shape.compressed:
+        return {module_name(name): _Place(file, name) for name, file in files.items()}
     if shape.delta_net is None:
         return {name: _Place(file, name) for name, file in files.items()}
     named = ((plain, name, file) for name, file in files.items() if (plain := text_name(name)) is not None)
@@ -121,12 +144,14 @@ def _reader(places: Mapping[str, _Place]) -> Callable[[str], Tensor]:
         if name not in places:
             return read_mxfp4(name, number)
         tensor = places[name].read(number)
-        scales = scale_name(name)
-        if tensor.dtype == E4M3 and scales in places:
+        scales = next((s for s in (scale_name(name), name.removesuffix("weight") + "scale") if s in places), None)
+        if tensor.dtype == E4M3 and scales is not None:
             try:
-                return dequantise(tensor, places[scales].read())
+                return dequantise(tensor, places[scales].read().float())
             except ValueError as err:
                 raise ConfigError(f"{name}: {err}", str(places[scales].file), "the checkpoint is damaged") from err
+        if name.endswith(TABLE):
+            return tensor
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ConfigError(
                 f"{name} is held as {tensor.dtype}",

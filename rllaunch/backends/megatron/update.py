@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rllaunch.backends import deepseek_v4_names
 from rllaunch.backends.base import Bucket, LaunchContext, TensorSlice, WeightSink, joined_with
 from rllaunch.backends.block_fp8 import FIRST_TOO_NEW, OLDEST, BlockFp8, scale_name, unfit
 from rllaunch.backends.embedded.layout import dtype_name
@@ -40,22 +42,24 @@ def as_engine_wants(
     """
     dtype = torch.float32 if context.config.rollout.dtype == "float32" else torch.bfloat16
     is_embedded = context.config.rollout.backend == "embedded"
-    cast = _cast(named, dtype, has_buffers=not is_embedded)
+    stays = deepseek_v4_names.stays_float32 if shape.compressed else stays_float32
+    cast = _cast(named, dtype, stays, has_buffers=not is_embedded)
     cast = stack_experts(cast, shape) if is_embedded and shape.experts else as_saved(cast, shape)
     yield from _in_block_fp8(cast, fp8, device) if fp8 is not None else cast
 
 
 def _cast(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, has_buffers: bool
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, stays: Callable[[str], bool], *, has_buffers: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """
     Args:
+        stays: which names an engine of its own process holds in float32 whatever its other weights are.
         has_buffers: whether what never changes is sent; the embedded engine has it from the start, and all else in
             one type.
     """
     for name, tensor in named:
-        is_buffer = name.endswith("e_score_correction_bias")
-        is_wide = is_buffer or (has_buffers and stays_float32(name))
+        is_buffer = name.endswith(("e_score_correction_bias", "tid2eid"))
+        is_wide = is_buffer or (has_buffers and stays(name))
         if has_buffers or not is_buffer:
             yield name, tensor if is_wide else tensor.to(dtype)
 
@@ -122,11 +126,13 @@ class Group:
 def in_groups(named: Iterable[tuple[str, Tensor]]) -> Iterator[Group]:
     """An update's tensors, those together that an engine must be given together: they come one after the other."""
     waiting = iter(named)
-    for name, tensor in waiting:
-        group = [(name, tensor)]
-        if (other := joined_with(name)) is not None:
-            group.append(next(waiting))
-            assert group[1][0] == other, f"{other} follows {name}"
+    while (first := next(waiting, None)) is not None:
+        group = [first]
+        if (other := joined_with(first[0])) is not None and (following := next(waiting, None)) is not None:
+            if following[0] == other:
+                group.append(following)
+            else:  # a name that a family without the other has too
+                waiting = chain([following], waiting)
         offsets, end = [], 0
         for _, one in group:
             offsets.append(aligned(end))

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rllaunch.backends.deepseek_v4_names import release_name
 from rllaunch.backends.megatron.shape import ModelShape
 
 Form = Literal["plain", "vocab", "qkv", "gated", "turned", "woven", "gated_qkv", "delta_in", "delta_conv"]
@@ -92,6 +93,10 @@ def entries(shape: ModelShape) -> list[Entry]:
         made += _linear_attention(shape, layer) if shape.is_linear(layer) else _attention(shape, layer)
         made += experts(shape, layer) if shape.is_sparse(layer) else _dense(layer)
         made += _norms(shape, layer)
+        made += _streams(layer) if shape.streams else ()
+    if shape.streams:
+        for part in ("hc_fn", "hc_base", "hc_scale"):
+            made.append(Entry((f"decoder.final_layernorm.{part}",), (f"model.hc_head.{part}",)))
     made.append(Entry(("decoder.final_layernorm.weight",), ("model.norm.weight",)))
     head = embedding if shape.is_tied else "lm_head.weight"
     made.append(Entry(("output_layer.weight",), (head,), "vocab", 0, is_copy=shape.is_tied))
@@ -100,6 +105,9 @@ def entries(shape: ModelShape) -> list[Entry]:
 
 def _attention(shape: ModelShape, layer: int) -> Iterator[Entry]:
     at, of = "decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    if shape.compressed:
+        yield from _compressed_attention(shape.compressed.kinds[layer], at, of, layer)
+        return
     if shape.latent:
         yield from _latent_attention(shape.latent.q_rank is not None, at, of, layer)
     else:
@@ -145,6 +153,44 @@ def _latent_attention(has_query_latent: bool, at: str, of: str, layer: int) -> I
         yield Entry((f"{at}.linear_{part}_up_proj.weight",), (f"{of}.{up}.weight",), split=0, layer=layer)
 
 
+def _compressed_attention(kind: str, at: str, of: str, layer: int) -> Iterator[Entry]:
+    """Those that SGLang makes one parameter of come one after the other (`joined_with`)."""
+    yield Entry((f"{at}.sinks",), (f"{of}.sinks",), split=0, layer=layer)
+    plain = [
+        ("linear_q_down_proj.weight", "q_a_proj.weight", None),
+        ("linear_kv_proj.weight", "kv_proj.weight", None),
+        ("q_norm.weight", "q_a_norm.weight", None),
+        ("linear_q_up_proj.weight", "q_b_proj.weight", 0),
+        ("kv_norm.weight", "kv_norm.weight", None),
+        ("linear_o_low.weight", "o_a_proj.weight", 0),
+        ("linear_proj.weight", "o_b_proj.weight", 1),
+    ]
+    if kind != "window":
+        plain += _compressor("compressor", "compressor")
+    if kind == "sparse":
+        plain += _compressor("indexer.compressor", "compressor.indexer")
+        plain.append(("indexer.q_proj.weight", "compressor.indexer.q_b_proj.weight", None))
+        plain.append(("indexer.scorer.weight", "compressor.indexer.scorer.weights_proj.weight", None))
+    for name, source, split in plain:
+        yield Entry((f"{at}.{name}",), (f"{of}.{source}",), split=split, layer=layer)
+
+
+def _compressor(at: str, of: str) -> list[tuple[str, str, int | None]]:
+    parts = (
+        ("kv_proj.weight", "kv_proj.weight"),
+        ("gate_proj.weight", "gate_proj.weight"),
+        ("norm.weight", "kv_norm.weight"),
+    )
+    return [(f"{at}.position_bias", f"{of}.position_bias", None), *((f"{at}.{n}", f"{of}.{s}", None) for n, s in parts)]
+
+
+def _streams(layer: int) -> Iterator[Entry]:
+    for block in ("attn_hc", "ffn_hc"):
+        for part in ("fn", "base", "scale"):
+            at, of = "decoder.layers.{layer}", f"model.layers.{layer}"
+            yield Entry((f"{at}.{block}.{part}",), (f"{of}.{block}.{part}",), layer=layer)
+
+
 def _dense(layer: int) -> Iterator[Entry]:
     return _gated("decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", layer)
 
@@ -154,7 +200,9 @@ def _experts(shape: ModelShape, layer: int) -> Iterator[Entry]:
     called = _names_of_experts(shape)
     at, of = "decoder.layers.{layer}.mlp", f"model.layers.{layer}.{called.block}"
     yield Entry((f"{at}.router.weight",), (f"{of}.gate.weight",), layer=layer)
-    if shape.experts.has_bias:
+    if shape.experts.is_hashed(layer):
+        yield Entry((f"{at}.router.tid2eid",), (f"{of}.gate.tid2eid",), layer=layer)
+    elif shape.experts.has_bias:
         yield Entry((f"{at}.router.expert_bias",), (f"{of}.{called.bias}",), layer=layer)
     for expert in range(shape.experts.number):
         one = f"{of}.experts.{expert}"
@@ -377,6 +425,9 @@ def stack_experts(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Ite
 
 def as_saved(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """The sources of entries, in their order → what a checkpoint of the family has."""
+    if shape.compressed:
+        yield from ((release_name(name), tensor) for name, tensor in named)
+        return
     is_stacked = shape.experts is not None and shape.experts.is_stacked
     yield from stack_experts(named, shape) if is_stacked else named
 
