@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
 from rllaunch.backends.megatron.attention import TorchAttention
+from rllaunch.backends.megatron.wide import wide_norm
 
 
 class TorchNorm(nn.RMSNorm):
@@ -26,38 +25,14 @@ class TorchNorm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+        self._eps = eps
         self._is_centered = bool(config.layernorm_zero_centered_gamma)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         if self._is_centered:
-            normed: Tensor = _CenteredNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-            return normed
+            return wide_norm(x, self.weight, self._eps, is_centered=True)
         return super().forward(x)
-
-
-class _CenteredNorm(torch.autograd.Function):
-    """RMSNorm by a weight that is stored less one, in float32: one and a small weight are no sum in bfloat16.
-
-    Kept for the backward pass is x as it is, not a wider copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _centered(x, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            again = _centered(x, weight, ctx.eps)
-        return *torch.autograd.grad(again, (x, weight), grad), None
-
-
-def _centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps=eps).to(x.dtype)
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]

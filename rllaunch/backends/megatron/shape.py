@@ -462,15 +462,7 @@ def _entries_rope(given: Mapping[str, Any]) -> Rope:
         return Rope("default", theta, share)
     if given["rope_type"] != "yarn" or given.get("attention_factor") != 1.0:
         raise _unlike("rope_parameters.compress", dict(given), "default, and yarn with attention_factor = 1")
-    return Rope(
-        "yarn",
-        theta,
-        share,
-        float(given["factor"]),
-        int(given["original_max_position_embeddings"]),
-        float(given.get("beta_fast") or 32.0),
-        float(given.get("beta_slow") or 1.0),
-    )
+    return _yarn(theta, given, share=share)
 
 
 def _latent_with_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...]) -> ModelShape:
@@ -586,17 +578,8 @@ def _rope(facts: Mapping[str, Any], rotates_part: bool) -> Rope:
     if kind == "yarn" and is_latent:
         if given.get("attention_factor") is not None or not given.get("truncate", True):
             raise _unlike("rope_parameters", given, "neither attention_factor nor truncate = false")
-        return Rope(
-            kind,
-            theta,
-            share,
-            float(given["factor"]),
-            int(given["original_max_position_embeddings"]),
-            float(given.get("beta_fast") or 32.0),
-            float(given.get("beta_slow") or 1.0),
-            float(given.get("mscale") or 1.0),
-            float(given.get("mscale_all_dim") or 0.0),
-        )
+        scales = float(given.get("mscale") or 1.0), float(given.get("mscale_all_dim") or 0.0)
+        return _yarn(theta, given, share=share, mscale=scales[0], mscale_all_dim=scales[1])
     raise _unlike(
         "rope_parameters.rope_type", kind, "default, yarn of whole heads, and llama3 without latent attention"
     )
@@ -608,6 +591,11 @@ def _plain_yarn(theta: float, given: Mapping[str, Any]) -> Rope:
     # One without the other counts for nothing.
     scales = (given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0)
     mscale, mscale_all_dim = scales if all(scales) else (1.0, 0.0)
+    rounds = bool(given.get("truncate", True))
+    return _yarn(theta, given, mscale=float(mscale), mscale_all_dim=float(mscale_all_dim), rounds=rounds)
+
+
+def _yarn(theta: float, given: Mapping[str, Any], **more: Any) -> Rope:
     return Rope(
         "yarn",
         theta,
@@ -615,9 +603,7 @@ def _plain_yarn(theta: float, given: Mapping[str, Any]) -> Rope:
         original_length=int(given["original_max_position_embeddings"]),
         beta_fast=float(given.get("beta_fast") or 32.0),
         beta_slow=float(given.get("beta_slow") or 1.0),
-        mscale=float(mscale),
-        mscale_all_dim=float(mscale_all_dim),
-        rounds=bool(given.get("truncate", True)),
+        **more,
     )
 
 

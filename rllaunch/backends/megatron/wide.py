@@ -1,4 +1,4 @@
-"""Parts of DeepSeek-V4's layers that are whole on each tensor-parallel rank, some of them in float32.
+"""A norm in float32, and parts of DeepSeek-V4's layers that are whole on each tensor-parallel rank.
 
 Of a whole matrix and of a norm each rank sees its own positions, or computes with its own heads what comes of them: in
 both cases its gradient is a part of the sum, which Megatron-core makes of parameters marked `sequence_parallel`.
@@ -48,29 +48,38 @@ class WideNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = _WideNorm.apply(x, self.weight, self._eps)  # type: ignore[no-untyped-call]
-        return normed
+        return wide_norm(x, self.weight, self._eps)
+
+
+def wide_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+    """RMSNorm computed in float32.
+
+    Args:
+        is_centered: the weight is stored less one: in bfloat16 one and a small weight are no sum.
+    """
+    normed: Tensor = _WideNorm.apply(x, weight, eps, float(is_centered))  # type: ignore[no-untyped-call]
+    return normed
 
 
 class _WideNorm(torch.autograd.Function):
     """Kept for the backward pass is x as it is, not a wider copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, less: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _wide_norm(x, weight, eps)
+        ctx.how = eps, less
+        return _normed(x, weight, eps, less)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
         with torch.enable_grad():
-            again = _wide_norm(x, weight, ctx.eps)
-        return *torch.autograd.grad(again, (x, weight), grad), None
+            again = _normed(x, weight, *ctx.how)
+        return *torch.autograd.grad(again, (x, weight), grad), None, None
 
 
-def _wide_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.float(), weight.shape, weight, eps=eps).to(x.dtype)
+def _normed(x: Tensor, weight: Tensor, eps: float, less: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, less + weight.float(), eps=eps).to(x.dtype)
 
 
 def over_root_mean_square(x: Tensor, eps: float) -> Tensor:
