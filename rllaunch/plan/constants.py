@@ -61,6 +61,14 @@ LOGITS_COPIES = Constant(
     "live copies",
     "logits in float32 and their gradient; one sample asked for 58 GiB at once in THUDM/slime#1951",
 )
+DELTA_RULE_BYTES = Constant(
+    88.0,
+    88.0,
+    132.0,
+    "bytes an element of a value head, of each position",
+    "22 float32 numbers that autograd keeps between the projections of linear attention (counted on a CPU); gradients "
+    "on their way back are not among them",
+)
 UNFUSED_ADAM_BYTES = Constant(
     4.0,
     0.0,
