@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rllaunch.errors import ConfigError
+from rllaunch.plan.architecture import text_facts
 from rllaunch.plan.sizes import padded_vocab
 
 _WHERE = "model.architecture"
@@ -172,15 +173,6 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
     if slides and model_type not in _WINDOWED:
         raise _unlike("sliding_window", facts.get("sliding_window"), "only full attention")
     return family(facts)
-
-
-def text_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the language model, of a multi-modal one too; what its own do not say is said outside of them."""
-    text = facts.get("text_config")
-    if not isinstance(text, Mapping):
-        return facts
-    outside = {n: facts[n] for n in ("tie_word_embeddings",) if n in facts and text.get(n) is None}
-    return {**text, **outside}
 
 
 def built_types() -> list[str]:
