@@ -320,6 +320,11 @@ def _gated_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...], *, nor
 def _with_delta_nets(facts: Mapping[str, Any], experts: Experts | None, *, is_fused: bool) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
+    # SGLang (0.5.23 models/qwen3_5.py) reads these two; transformers knows neither, and computes as here.
+    if (gate := facts.get("output_gate_type")) not in (None, "silu", "swish"):
+        raise _unlike("output_gate_type", gate, "only silu")
+    if not facts.get("attn_output_gate", True):
+        raise _unlike("attn_output_gate", False, "a gate of what attention puts out")
     delta_net = DeltaNet(
         is_linear=_linear_layers(facts),
         key_heads=facts["linear_num_key_heads"],
