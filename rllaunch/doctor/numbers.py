@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isqrt
 
+from rllaunch.plan.architecture import text_facts
 from rllaunch.resolve.origins import Resolved
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -27,9 +28,16 @@ def decided_int(resolved: Resolved, key: str) -> int | None:
 
 
 def architecture_int(config: LaunchConfig, name: str) -> int | None:
-    """A positive whole number of the architecture; None where it is unknown or differs by layer."""
-    value = config.model.architecture.get(name)
+    """A positive whole number of the language model's architecture; None where it is unknown or differs by layer."""
+    value = text_facts(config.model.architecture).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def architecture_key(config: LaunchConfig, name: str) -> str:
+    """Where a fact of the language model is: of a multi-modal one it is nested."""
+    text = config.model.architecture.get("text_config")
+    is_nested = isinstance(text, Mapping) and text.get(name) is not None
+    return f"model.architecture.{'text_config.' if is_nested else ''}{name}"
 
 
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")

@@ -61,6 +61,14 @@ LOGITS_COPIES = Constant(
     "live copies",
     "logits in float32 and their gradient; one sample asked for 58 GiB at once in THUDM/slime#1951",
 )
+DELTA_RULE_BYTES = Constant(
+    110.0,
+    88.0,
+    125.0,
+    "bytes an element of a value head, of each position",
+    "the most that lives at once between the projections of linear attention: 110 with three value heads a key head, "
+    "114 with two, 124 with one, of which autograd keeps 88 and more (own count, on a CPU)",
+)
 UNFUSED_ADAM_BYTES = Constant(
     4.0,
     0.0,

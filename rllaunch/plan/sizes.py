@@ -423,13 +423,18 @@ class _Trainer:
     def _activations(self, index: int, layers: range, tokens: int) -> int:
         """Bytes kept for the backward pass, in bf16: every layer, or with full recompute their inputs and one layer."""
         in_flight = self._in_flight(index)
-        per_layer = [(self._layer_bytes_per_token(layer), count) for layer, count in kinds_of(self.arch, layers)]
+        kinds = kinds_of(self.arch, layers)
+        by_layer = [(layer, self._layer_bytes_per_token(layer)) for layer, _ in kinds]
         sequence = self.tp if self.config.trainer.sequence_parallel else 1
         inputs = 2 * self.arch.hidden_size // sequence * len(layers)
         if self.config.trainer.recompute_granularity == "full":
-            return int(tokens * (inputs * in_flight + max((size for size, _ in per_layer), default=0)))
-        kept = in_flight * sum(size * count for size, count in per_layer)
-        again = max((self._gathered_bytes_per_token(layer) for layer, _ in kinds_of(self.arch, layers)), default=0)
+            one = (size + self._delta_rule_bytes_per_token(layer) for layer, size in by_layer)
+            return int(tokens * (inputs * in_flight + max(one, default=0)))
+        kept = in_flight * sum(size * count for (_, size), (_, count) in zip(by_layer, kinds, strict=True))
+        again = max(
+            (max(self._gathered_bytes_per_token(layer), self._delta_rule_bytes_per_token(layer)) for layer, _ in kinds),
+            default=0,
+        )
         return int(tokens * (kept + again))
 
     def _in_flight(self, index: int) -> int:
@@ -441,7 +446,7 @@ class _Trainer:
         """What each matrix puts out, two residual streams, two norms; routed experts as often as they are chosen.
 
         With context parallelism the keys and values that the rank's queries read, in place of its own, unless attention
-        is computed again.
+        is computed again; and what goes into linear attention, of whole samples.
         """
         trainer = self.config.trainer
         sequence = self.tp if trainer.sequence_parallel else 1
@@ -457,10 +462,15 @@ class _Trainer:
             if weight.is_expert:
                 elements += self.arch.num_experts_per_tok * (out + self.arch.hidden_size) / self.etp
             elif weight.split == "column":
-                elements += out / self.tp
+                elements += out / self.tp * (self.cp if weight.name.startswith(_DELTA_INPUTS) else 1)
             else:
                 elements += out / sequence
         return 2 * elements
+
+    def _delta_rule_bytes_per_token(self, layer: Layer) -> float:
+        """What linear attention holds while it is computed again, which it always is: of whole samples."""
+        values = next((w.shape[1] for w in layer.weights if w.name == _DELTA_OUTPUT), 0)
+        return c.DELTA_RULE_BYTES.value * values / self.tp * self.cp
 
     def _gathered_bytes_per_token(self, layer: Layer) -> float:
         """What attention that is computed again holds while it is: all ranks' keys and values, and those read."""
@@ -473,6 +483,7 @@ class _Trainer:
         return sum(_cut(matrices, self.tp, self.ep, self.etp))
 
 
+_DELTA_INPUTS, _DELTA_OUTPUT = "linear_attn.in_proj_", "linear_attn.out_proj.weight"
 _KEYS_AND_VALUES = frozenset({"k_proj.weight", "v_proj.weight", "kv_b_proj.weight"})
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _DTYPE_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}

@@ -52,9 +52,14 @@ class Resolved:
     """Kind of profile → name and source of the one that was used."""
 
     def origin(self, key: str) -> Origin:
-        """The origin that decided `key`; a schema default has one too."""
+        """The origin that decided `key`, perhaps with the table it is in; a schema default has one too."""
         if key in self.origins:
             return self.origins[key][-1]
+        table = key
+        while table := table.rpartition(".")[0]:
+            if table in self.origins:
+                decided = self.origins[table][-1]
+                return Origin(self.value(key), decided.layer, decided.source)
         return Origin(self.value(key), "default", "schema default")
 
     def value(self, key: str) -> Any:

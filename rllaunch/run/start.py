@@ -9,6 +9,7 @@ from typing import Any
 
 from rllaunch.backends.base import BackendSpec
 from rllaunch.errors import ConfigError, RllaunchError
+from rllaunch.plan.architecture import text_facts
 from rllaunch.plan.choose import architecture_of
 from rllaunch.plan.forecast import PlannedMemory
 from rllaunch.plan.handoff import Schedule
@@ -37,7 +38,9 @@ def longest_prompt(config: LaunchConfig, data: TaskData) -> int:
     total = longest + config.rollout.rollout_max_response_len
     limits = {
         "rollout.rollout_max_context_len": config.rollout.rollout_max_context_len,
-        "model.architecture.max_position_embeddings": config.model.architecture.get("max_position_embeddings"),
+        "model.architecture.max_position_embeddings": text_facts(config.model.architecture).get(
+            "max_position_embeddings"
+        ),
     }
     for key, limit in limits.items():
         if limit is not None and total > limit:

@@ -204,4 +204,4 @@ def test_a_handle_calls_nothing():
 def test_layers_that_predict_further_tokens_are_no_part_of_an_update():
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.9.mlp.up_proj.weight")
     further = ("model.layers.10.eh_proj.weight", "model.layers.10.shared_head.head.weight")
-    assert tuple(of_layers(dict.fromkeys((*names, *further), 1), 10)) == names
+    assert tuple(of_layers(dict.fromkeys((*names, *further), 1), {"num_hidden_layers": 10})) == names

@@ -79,8 +79,11 @@ def test_an_update_brings_an_engine_all_that_is_no_vision_tower(release: Path, t
     sizes = checkpoint_tensors(str(release))
     assert sizes is not None
     assert {"mtp.fc.weight"} == sizes.keys() - tensors.keys(), "of an engine that speculates"
-    names = Names("engine-0", of_layers(sizes, shape.num_layers))
-    assert of_layers(sizes, shape.num_layers) == {name: tensor.nbytes for name, tensor in tensors.items()}
+    # What `--model` of the release's directory gives, whose layers are those of its text model.
+    architecture = json.loads((release / "config.json").read_text(encoding="utf-8"))
+    brought = of_layers({**sizes, f"model.layers.{shape.num_layers}.eh_proj.weight": 4}, architecture)
+    assert brought == {name: tensor.nbytes for name, tensor in tensors.items()}
+    names = Names("engine-0", brought)
     names.begin()
 
     class Engine(CollectedUpdate):
@@ -112,18 +115,20 @@ def test_a_checkpoint_without_a_tensor_of_the_language_model_is_refused(release:
         starting_weights(context, shape)
 
 
-def test_a_tied_embedding_that_the_whole_model_states_is_that_of_its_text(tmp_path: Path) -> None:
-    facts = {"model_type": "qwen3_5", "tie_word_embeddings": True}
-    text = json.loads(json.dumps(described_text()))
-    assert read_shape({**facts, "text_config": {**text, "tie_word_embeddings": None}}).is_tied
-    assert not read_shape({**facts, "text_config": {**text, "tie_word_embeddings": False}}).is_tied
+@pytest.mark.parametrize("of_text", [None, False, True])
+def test_a_tied_embedding_that_the_whole_model_states_is_that_of_its_text(of_text: bool | None, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
-
-def described_text() -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    facts: dict[str, Any] = AutoConfig.for_model("qwen3_5_text", **TEXTS["qwen3_5"]).to_dict()
-    return facts
+    text = TEXTS["qwen3_5"] | ({} if of_text is None else {"tie_word_embeddings": of_text})
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=VISION, tie_word_embeddings=True)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors"), "transformers has one tensor of both"
+    context = make_context(model={"hf_checkpoint": str(tmp_path)}, rollout={"backend": "sglang", "dtype": "float32"})
+    shape = read_shape(model_config(context).to_dict())
+    assert shape.is_tied
+    starting_weights(context, shape)
+    saved: Any = model_config(context).get_text_config(decoder=True)
+    assert saved.tie_word_embeddings, "what is saved has no head of its own either"
 
 
 def test_a_stack_of_experts_is_their_matrices_one_after_the_other() -> None:

@@ -401,6 +401,32 @@ def test_a_checkpoint_in_a_directory_is_looked_for(tmp_path: Path) -> None:
     assert of(str(tmp_path)) == []
 
 
+def test_a_multi_modal_checkpoint_is_held_against_the_model_by_its_language_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    text = {"model_type": "qwen3_5_text", "hidden_size": 5120, "num_hidden_layers": 64, "vocab_size": 248320}
+    release = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    (tmp_path / "config.json").write_text(json.dumps(release), encoding="utf-8")
+
+    def of(architecture: dict[str, Any]) -> list[str]:
+        values = {"model.hf_checkpoint": str(tmp_path), "model.architecture": architecture}
+        return [finding.message for finding in found("RL346", values)]
+
+    assert of(text) == of(release) == [], "a profile has the text model's facts, `--model DIR` the release's"
+    other = "the checkpoint is of another model: {} in this launch"
+    file = tmp_path / "config.json"
+    layers = other.format(f"num_hidden_layers is 64 in {file}, 32")
+    assert of(text | {"num_hidden_layers": 32}) == [layers]
+    other_text = {"text_config": text | {"num_hidden_layers": 32}}
+    assert of(release | other_text) == [layers]
+    values = {"model.hf_checkpoint": str(tmp_path), "model.architecture": release | other_text}
+    (finding,) = found("RL346", values)
+    where = finding.origins[1]
+    assert where.startswith("model.architecture.text_config.num_hidden_layers = 32   flag: --set model.architecture=")
+    assert of(text | {"model_type": "qwen3_next"}) == [
+        other.format(f"model_type is 'qwen3_5_text' in {file}, 'qwen3_next'")
+    ]
+
+
 def test_a_download_that_stopped_is_told_by_the_checkpoint_s_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     files = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -454,6 +455,32 @@ def test_context_parallel_ranks_keep_the_heads_keys_of_latents_and_values_as_wid
 # -- the update ------------------------------------------------------------------------------------
 
 BUCKET = 512 * 2**20
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("again", ["none", "selective", "full"])
+def test_linear_attention_that_is_computed_again_holds_its_numbers_of_whole_samples(
+    again: str, cp: int, monkeypatch: pytest.MonkeyPatch
+):
+    words = f"--model qwen3.5-27b {H100} --tensor-model-parallel-size 2 --max-tokens-per-gpu 8192"
+    words += f" --rollout-max-response-len 4096 --recompute-granularity {again} --context-parallel-size {cp}"
+    held = sizes(words).gpu["activations"]
+    monkeypatch.setattr(c, "DELTA_RULE_BYTES", replace(c.DELTA_RULE_BYTES, value=0.0))
+    # Of the keys and values of its full attention, 4 heads of 256, less is held at a time.
+    gathered = (cp + cp + 0.5) * 2 * 2 * 1024 // 2 if again == "selective" and cp > 1 else 0
+    assert held - sizes(words).gpu["activations"] == 8192 * (cp * 110 * 48 * 128 // 2 - gathered)
+
+
+def test_context_parallel_ranks_keep_the_inputs_of_linear_attention_of_whole_samples():
+    def activations(cp: int) -> int:
+        words = f"--model qwen3.5-27b {H100} --max-tokens-per-gpu 8192 --rollout-max-response-len 4096"
+        return sizes(f"{words} --context-parallel-size {cp}").gpu["activations"]
+
+    # 48 linear layers with 16 key heads and 48 value heads of 128, values gated, two numbers of each head's state.
+    inputs = 48 * 2 * (2 * 16 * 128 + 2 * 48 * 128 + 2 * 48)
+    read = 16 * 2 * (2.5 - 1) * 2 * 1024  # of full attention: 4 key heads of 256
+    again = 110 * 48 * 128
+    assert activations(2) - activations(1) == 8192 * (inputs + read + again)
 
 
 def test_an_update_of_gpt_oss_brings_a_layers_experts_in_one_tensor():

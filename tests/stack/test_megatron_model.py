@@ -70,3 +70,26 @@ def test_logits_are_those_of_transformers_packed_or_not_and_weights_come_back_ex
         )
         module = theirs.state_dict()
         assert all(torch.equal(stacked[n], module[n]) for n in module if n != "lm_head.weight" or not shape.is_tied)
+
+
+def test_linear_attention_is_computed_again_in_layers_that_are_not_as_a_whole() -> None:
+    """Megatron-core computes with the method `block` only the first of a stage's layers again."""
+
+    def kept_bytes(granularity: str, **options: Any) -> int:
+        architecture = ARCHITECTURES["qwen3_5_text-every-fourth-layer"]
+        context = make_context(architecture, trainer={"recompute_granularity": granularity}, megatron=options)
+        shape = read_shape(model_config(context).to_dict())
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with one_process(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model = build_model(megatron_configs(context.config, shape, on_cpu=True), shape).train()
+            model(torch.zeros(2, 40, dtype=torch.long), None, None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    nothing_else = kept_bytes("none")
+    assert kept_bytes("full", recompute_method="block", recompute_num_layers=1) < nothing_else
+    assert kept_bytes("full") < nothing_else

@@ -172,6 +172,8 @@ GROUPS_BY_THREE = {"num_experts_per_tok": 6, "n_group": 4, "topk_group": 2}
         ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha = 1.0.*only 1\.702"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window = None"),
         ("qwen3_5_text", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate = False"),
         ("qwen3_5_text", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3"),
         ("qwen3_5_text", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
         ("qwen3_5_moe_text", {"num_experts_per_tok": 1}, "no normalised weight of one expert"),

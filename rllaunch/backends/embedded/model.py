@@ -73,7 +73,8 @@ def _told_of_linear_attention(config: PreTrainedConfig) -> PreTrainedConfig:
     """With what SGLang reads of a `config.json` of Qwen3-Next or Qwen3.5 where transformers writes it otherwise.
 
     Without it SGLang finds no layers, or takes a theta of 10,000 (0.5.23 configs/qwen3_next.py, models/qwen3_next.py):
-    also of a checkpoint that transformers or a trainer here has saved.
+    also of a checkpoint that transformers or a trainer here has saved. Whether embedding and head are one, transformers
+    asks of a multi-modal model as a whole; its text model alone, which is trained and saved, is to know it too.
     """
     text: Any = config.get_text_config(decoder=True)
     if text.model_type not in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
@@ -84,6 +85,8 @@ def _told_of_linear_attention(config: PreTrainedConfig) -> PreTrainedConfig:
         every = kinds.index("full_attention") + 1
         is_regular = all((kind == "full_attention") == ((i + 1) % every == 0) for i, kind in enumerate(kinds))
         told |= {"full_attention_interval": every} if is_regular else {}
+    if config.tie_word_embeddings:
+        told["tie_word_embeddings"] = True
     for name, value in told.items():
         setattr(text, name, value)
     return config

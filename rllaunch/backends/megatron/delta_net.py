@@ -83,8 +83,8 @@ class GatedDeltaNet(nn.Module):
             set_tensor_model_parallel_attributes(split, True, 0, 1)
         self.norm_weight = nn.Parameter(torch.ones(delta.value_dim, dtype=dtype))
         # Autograd would keep 22 float32 numbers for every element of a value head, of each position in each layer; a
-        # layer that is computed again as a whole needs them for itself only.
-        self._recomputes = config.recompute_granularity != "full"
+        # layer that is computed again as a whole needs them for itself only. Of `block` those behind the first are not.
+        self._recomputes = config.recompute_granularity != "full" or config.recompute_method == "block"
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any

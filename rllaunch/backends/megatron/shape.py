@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rllaunch.errors import ConfigError
+from rllaunch.plan.architecture import text_facts
 from rllaunch.plan.sizes import padded_vocab
 
 _WHERE = "model.architecture"
@@ -224,15 +225,6 @@ def read_shape(facts: Mapping[str, Any]) -> ModelShape:
     return family(facts)
 
 
-def text_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the language model, of a multi-modal one too; what its own do not say is said outside of them."""
-    text = facts.get("text_config")
-    if not isinstance(text, Mapping):
-        return facts
-    outside = {n: facts[n] for n in ("tie_word_embeddings",) if n in facts and text.get(n) is None}
-    return {**text, **outside}
-
-
 def built_types() -> list[str]:
     """The `model_type`s that `read_shape` takes."""
     return sorted(_FAMILIES)
@@ -378,6 +370,11 @@ def _gated_experts(facts: Mapping[str, Any], is_sparse: tuple[bool, ...], *, nor
 def _with_delta_nets(facts: Mapping[str, Any], experts: Experts | None, *, is_fused: bool) -> ModelShape:
     if facts.get("attention_bias"):
         raise _unlike("attention_bias", True, "no biases in these layers")
+    # SGLang (0.5.23 models/qwen3_5.py) reads these two; transformers knows neither, and computes as here.
+    if (gate := facts.get("output_gate_type")) not in (None, "silu", "swish"):
+        raise _unlike("output_gate_type", gate, "only silu")
+    if not facts.get("attn_output_gate", True):
+        raise _unlike("attn_output_gate", False, "a gate of what attention puts out")
     delta_net = DeltaNet(
         is_linear=_linear_layers(facts),
         key_heads=facts["linear_num_key_heads"],

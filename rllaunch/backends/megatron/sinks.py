@@ -78,8 +78,8 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _inner(a_TND: Tensor, b_TND: Tensor) -> Tensor:
-    """[N, T] in float32."""
-    product_TND = a_TND.float() * b_TND.float()
+    """[N, T] in float32; no more than one wide copy is held."""
+    product_TND = a_TND.to(torch.float32, copy=True).mul_(b_TND)
     return product_TND.sum(dim=-1).t()
 
 

@@ -17,6 +17,7 @@ from rllaunch.backends.block_fp8 import BLOCK, SCHEME, BlockFp8, engine_scheme, 
 from rllaunch.backends.embedded.model import build_model, model_config, quantisation_of, special_ids, stays_float32
 from rllaunch.backends.quantise import quantise
 from rllaunch.backends.text_names import FURTHER, is_inner, of_each_expert, text_name
+from rllaunch.plan.architecture import text_facts
 
 
 def write_checkpoint(context: LaunchContext, directory: Path) -> None:
@@ -97,9 +98,15 @@ def checkpoint_tensors(directory: str, fp8: BlockFp8 | None = None) -> dict[str,
     return sizes or None
 
 
-def of_layers(tensors: Mapping[str, int], num_layers: int) -> dict[str, int]:
+def of_layers(tensors: Mapping[str, int], architecture: Mapping[str, Any]) -> dict[str, int]:
     """Without those of layers behind the model's own, which predict further tokens: an engine that speculates loads
-    them, others do not, and no update brings them."""
+    them, others do not, and no update brings them.
+
+    Args:
+        architecture: the model's facts, perhaps of a multi-modal one; without a number of layers all that are
+            numbered are its own.
+    """
+    num_layers = text_facts(architecture).get("num_hidden_layers") or math.inf
     found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors if not name.startswith(FURTHER)}
     return {n: tensors[n] for n, match in found.items() if match is None or int(match[1]) < num_layers}
 

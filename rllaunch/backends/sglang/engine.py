@@ -72,9 +72,8 @@ class SglangEngine(NodePart):
             where = str(checkpoint_directory(path)) if is_empty else path
             is_fp8 = is_empty and context.config.rollout.dtype == "fp8"
             tensors = checkpoint_tensors(where, BlockFp8() if is_fp8 else None)
-            layers = context.config.model.architecture.get("num_hidden_layers")
-            if tensors and layers and not given(context).get("speculative_algorithm"):
-                tensors = of_layers(tensors, layers)
+            if tensors and not given(context).get("speculative_algorithm"):
+                tensors = of_layers(tensors, context.config.model.architecture)
             self._names = Names(self.name, tensors, model_config(context).model_type)
             self._must_be_whole = is_empty or not context.config.model.hf_checkpoint
             self._pad_id, self._eos_ids = ids_of(context)

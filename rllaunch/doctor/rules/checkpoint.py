@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rllaunch.doctor.finding import Finding, Rule
+from rllaunch.doctor.numbers import architecture_key
+from rllaunch.plan.architecture import text_facts
 from rllaunch.resolve.checkpoint import CHECKPOINT, has_weights, is_path, missing_shards, why_random
 from rllaunch.resolve.origins import Resolved
 
@@ -51,15 +53,15 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
         yield from _unlike(resolved, theirs, file)
 
 
-def _unlike(resolved: Resolved, theirs: dict[str, Any], file: Path) -> Iterator[Finding]:
-    ours = resolved.config.model.architecture
+def _unlike(resolved: Resolved, theirs: Mapping[str, Any], file: Path) -> Iterator[Finding]:
+    ours, theirs = text_facts(resolved.config.model.architecture), text_facts(theirs)
     unlike = [key for key in _SIZES if key in theirs and key in ours and theirs[key] != ours[key]]
     if unlike:
         key = unlike[0]
         yield RULE.error(
             resolved,
             f"the checkpoint is of another model: {key} is {theirs[key]!r} in {file}, {ours[key]!r} in this launch",
-            [CHECKPOINT, f"model.architecture.{key}"],
+            [CHECKPOINT, architecture_key(resolved.config, key)],
             f"--model {file.parent} takes the model from the checkpoint, or another --hf-checkpoint",
         )
 

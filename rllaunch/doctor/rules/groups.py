@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.layout import layout_of
-from rllaunch.doctor.numbers import either, experts_key, gpus_key, plural
+from rllaunch.doctor.numbers import architecture_key, either, experts_key, gpus_key, plural
 from rllaunch.resolve.origins import Resolved
 
 TP = "trainer.tensor_model_parallel_size"
@@ -61,7 +61,7 @@ def _check_experts(resolved: Resolved) -> Iterator[Finding]:
         yield EXPERTS.error(
             resolved,
             f"{layout.experts} experts cannot be spread evenly over EP = {layout.ep} GPUs",
-            [f"model.architecture.{name}", EP],
+            [architecture_key(resolved.config, name), EP],
             layout.fix("RL319", "ep") or "choose an expert_model_parallel_size that divides the experts",
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.layout import heads_fit, kv_heads_fit, layout_of
-from rllaunch.doctor.numbers import experts_key
+from rllaunch.doctor.numbers import architecture_key, experts_key
 from rllaunch.doctor.rules.groups import TP, is_megatron_like
 from rllaunch.resolve.origins import Resolved
 
@@ -20,7 +20,7 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
         yield RULE.error(
             resolved,
             f"{layout.heads} attention heads cannot be divided over TP = {layout.tp} GPUs",
-            ["model.architecture.num_attention_heads", TP],
+            [architecture_key(resolved.config, "num_attention_heads"), TP],
             layout.fix("RL317", "tp") or fix,
         )
     # Heads are whole groups of KV heads: where both are wrong it is one size that is.
@@ -28,14 +28,14 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
         yield RULE.error(
             resolved,
             f"{layout.kv_heads} KV heads can be neither divided nor copied evenly over TP = {layout.tp} GPUs",
-            ["model.architecture.num_key_value_heads", TP],
+            [architecture_key(resolved.config, "num_key_value_heads"), TP],
             layout.fix("RL317", "tp") or fix,
         )
     elif not heads_fit(layout.key_heads, layout.tp):
         yield RULE.error(
             resolved,
             f"{layout.key_heads} key heads of linear attention cannot be divided over TP = {layout.tp} GPUs",
-            ["model.architecture.linear_num_key_heads", TP],
+            [architecture_key(resolved.config, "linear_num_key_heads"), TP],
             layout.fix("RL317", "tp") or fix,
         )
     if resolved.config.trainer.sequence_parallel and layout.tp == 1:

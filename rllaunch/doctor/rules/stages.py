@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from rllaunch.doctor.finding import Finding, Rule
 from rllaunch.doctor.layout import Layout, layout_of, stages_fit
-from rllaunch.doctor.numbers import either, flag_with, nearest, plural
+from rllaunch.doctor.numbers import architecture_key, either, flag_with, nearest, plural
 from rllaunch.doctor.rules.groups import PP, is_megatron_like
 from rllaunch.resolve.origins import Resolved
 
 FIRST = "trainer.decoder_first_pipeline_num_layers"
 LAST = "trainer.decoder_last_pipeline_num_layers"
 FLAG = "--decoder-last-pipeline-num-layers"
-LAYERS = "model.architecture.num_hidden_layers"
+LAYERS = "num_hidden_layers"
 # Options of Megatron that cut the layers another way.
 OWN_LAYOUT = {
     "pipeline_model_parallel_layout",
@@ -40,7 +40,7 @@ def _check(resolved: Resolved) -> Iterator[Finding]:
     yield RULE.error(
         resolved,
         _what(layout.layers, layout.pp, [n for n in (layout.first, layout.last) if n is not None]),
-        [LAYERS, PP, *given],
+        [architecture_key(resolved.config, LAYERS), PP, *given],
         either(layout.fix("RL316", "pp"), _other_ends(layout)) or "choose stages that divide the layers",
     )
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rllaunch.plan.architecture.facts import Facts
+from rllaunch.plan.architecture.facts import Facts, text_facts
 from rllaunch.plan.architecture.tensors import Architecture, Layer, Split, Weight
 
-__all__ = ["KNOWN_MODEL_TYPES", "Architecture", "Layer", "Split", "Weight", "read_architecture"]
+__all__ = ["KNOWN_MODEL_TYPES", "Architecture", "Layer", "Split", "Weight", "read_architecture", "text_facts"]
 
 # model_type → module and function here; a launch reads one family, so one is imported.
 FAMILIES: dict[str, str] = {

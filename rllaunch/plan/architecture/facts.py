@@ -12,6 +12,14 @@ TAKE_IT_OVER = "take it from the model's config.json into [facts.architecture] o
 SAID_OUTSIDE = ("model_type", "tie_word_embeddings", "mtp_config")
 
 
+def text_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the language model, of a multi-modal one too; what its own do not say may be said outside of them."""
+    text = facts.get("text_config")
+    if not isinstance(text, Mapping):
+        return facts
+    return {**text, **{name: facts[name] for name in SAID_OUTSIDE if text.get(name) is None and name in facts}}
+
+
 class Facts:
     """A model's facts under the names of its `config.json`; a null there is as good as absent.
 
@@ -20,10 +28,7 @@ class Facts:
     """
 
     def __init__(self, facts: Mapping[str, Any], where: str = "") -> None:
-        text = facts.get("text_config")
-        inner = text if isinstance(text, Mapping) else facts
-        outside = {name: facts[name] for name in SAID_OUTSIDE if inner.get(name) is None and name in facts}
-        self._values = {**inner, **outside}
+        self._values = text_facts(facts)
         self._where = where
         self.model_type = self._model_type()
 
