@@ -9,7 +9,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from rllaunch.backends.embedded.tokenizer import CharTokenizer, CheckpointTokenizer, load_tokenizer, vocabulary_of
+from rllaunch.backends.embedded.tokenizer import (
+    CharTokenizer,
+    CheckpointTokenizer,
+    load_tokenizer,
+    loading,
+    vocabulary_of,
+)
 from rllaunch.errors import ConfigError, DataError
 from rllaunch.resolve.schema import LaunchConfig
 
@@ -99,6 +105,12 @@ def test_a_checkpoint_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Pa
     config = LaunchConfig.model_validate({"model": {"hf_checkpoint": str(tmp_path)}})
     with pytest.raises(ConfigError, match=f"cannot load a tokenizer from {tmp_path}"):
         load_tokenizer(config, "")
+
+
+def test_a_tokenizer_whose_library_is_not_installed_is_an_error_that_names_it():
+    with pytest.raises(ConfigError) as caught, loading("a tokenizer", "org/model"):
+        raise ImportError("it needs tiktoken\nwhich is not installed")
+    assert caught.value.what == "cannot load a tokenizer from org/model: it needs tiktoken"
 
 
 def test_a_vocabulary_wins_over_a_checkpoint():

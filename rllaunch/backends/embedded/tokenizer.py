@@ -135,7 +135,7 @@ def tokenizer_to_export(config: LaunchConfig, vocabulary: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(config.model.hf_checkpoint)
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, ImportError) as err:
         _log.warning("exports of this run have no tokenizer: %s", err)
         return None
 
@@ -149,7 +149,7 @@ def loading(what: str, checkpoint: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, ImportError) as err:
         why = str(err).strip().partition("\n")[0]
         raise ConfigError(
             f"cannot load {what} from {checkpoint}: {why}",
