@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _without_idle_groups() -> Iterator[None]:
+    """A trainer's process groups have threads that poll, and reference cycles keep them: after a hundred tests the
+    machine would do little else."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from pathlib import Path
@@ -42,6 +43,8 @@ def train_rank(rank: int, world: int, ports: list[int], directory: str, launches
         results[name] = (figures, sink.tensors | critic_of(trainer), sent)
         updates[name] = both_ways
         trainer.shutdown()
+        del trainer
+        gc.collect()  # its groups' threads poll as long as it is there
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
     torch.save(updates, Path(directory) / f"updates-{rank}.pt")
 
@@ -86,6 +89,8 @@ def resume_rank(
         trainer.save(str(again))
         results[name] = dict(trainer.train(make_batch(context, 1)).values)
         trainer.shutdown()
+        del trainer
+        gc.collect()
     torch.save(results, Path(directory) / f"resumed-{rank}.pt")
 
 
