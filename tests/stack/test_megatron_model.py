@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 from stack_rig import ARCHITECTURES, hf_model, make_context, one_process
 
@@ -70,6 +71,18 @@ def test_logits_are_those_of_transformers_packed_or_not_and_weights_come_back_ex
         )
         module = theirs.state_dict()
         assert all(torch.equal(stacked[n], module[n]) for n in module if n != "lm_head.weight" or not shape.is_tied)
+
+
+def test_routers_of_local_layers_are_torch_s_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a kernel of Transformer Engine")
+
+    context = make_context(ARCHITECTURES["gpt_oss"])
+    shape = read_shape(model_config(context).to_dict())
+    monkeypatch.setattr(moe_utils, "te_general_gemm", refuse, raising=False)
+    with one_process(), torch.no_grad():
+        model = build_model(megatron_configs(context.config, shape, on_cpu=True), shape)
+        assert model(torch.zeros(1, 4, dtype=torch.long), None, None).shape[:2] == (1, 4)
 
 
 def test_linear_attention_is_computed_again_in_layers_that_are_not_as_a_whole() -> None:

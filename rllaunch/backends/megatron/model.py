@@ -113,9 +113,11 @@ def _mend_imports() -> None:
     Transformer Engine is there: `moe_utils` then lacks a name it asks for, and `multi_latent_attention` asks whether a
     module is an instance of a mock. 0.19.2 knows better, and then has no name either for the linear layer
     that needs none of it.
+
+    Where it is installed and local layers are asked for, it would compute routers all the same, and be given gpt-oss's
+    narrow biases with wide results, which nobody has seen its kernel take.
     """
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
     if not isinstance(getattr(multi_latent_attention, "TELinear", ()), type | tuple):
         multi_latent_attention.TELinear = ()
     if multi_latent_attention.Linear is None:
