@@ -72,7 +72,9 @@ def draw(rows: list[dict[str, Any]], target: Path) -> None:
         axes.tick_params(left=False)
         axes.set_xticks([])
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, _, colour in PARTS]
-    left.legend(handles, [name for name, _, _ in PARTS], fontsize=10, frameon=False, loc="lower right")
+    names = [name for name, _, _ in PARTS]
+    handles.append(plt.Rectangle((0, 0), 1, 1, color=HELD))
+    left.legend(handles, [*names, "trainer's state on the host"], fontsize=10, frameon=False, loc="lower right")
     first = rows[0]
     figure.suptitle(
         f"{first['parameters'] / 1e9:.1f} B parameters on one H200: {first['backup_gib']:.0f} GiB of trainer state and "

@@ -90,6 +90,7 @@ class Launch:
         config = self.config
         if not (config.task.prompt_data and Path(config.task.prompt_data).exists() and ":" in config.task.reward):
             return []  # other rules speak of these
+        from rllaunch.backends.embedded.tokenizer import load_tokenizer
         from rllaunch.run.data import load_task
         from rllaunch.run.start import longest_prompt
 
@@ -97,6 +98,8 @@ class Launch:
             data = load_task(self.resolved)
             if data.vocabulary:
                 longest_prompt(config, data)
+            elif not config.model.hf_checkpoint:
+                load_tokenizer(config, "")
         except RllaunchError as err:
             return [Finding("RL340", "error", err.what, err.where, err.fix)]
         fix = 'name what the reward compares with "label"'

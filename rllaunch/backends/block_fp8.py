@@ -236,7 +236,7 @@ def require_updates(model_type: str | None) -> None:
             "SGLang's DeepSeek-V4 rewrites weights that it has loaded, for kernels that need a GPU: no update has been "
             "held against it yet",
             ["rollout.backend = sglang", f"model.architecture.model_type = {model_type}"],
-            "train it in small with --rollout-backend embedded; `rllaunch plan` and --dry-run take it as it is",
+            "`rllaunch train --rehearse` runs it in small; `rllaunch plan` and --dry-run take it as it is",
         )
 
 

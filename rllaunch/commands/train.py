@@ -127,7 +127,10 @@ def train(
             )
     except RllaunchError as err:
         if run_dir.parts:
-            console.say(f"the run is in {run_dir}; go on with: {_go_on(made, run_dir)}")
+            # Of a run that never saved, what failed would fail again.
+            has_saved = any((run_dir / "checkpoints").glob("rollout_*"))
+            go_on = f"; go on with: {_go_on(made, run_dir)}" if has_saved else ""
+            console.say(f"the run is in {run_dir}{go_on}")
         if json:
             console.data_json(summary | {"status": "failed", "error": err.what}, one_line=True)
             err.told = True

@@ -40,6 +40,7 @@ def test_a_reward_that_raises_stops_the_run_and_shows_the_prompt(tmp_path: Path)
     assert lines[5].endswith("mine.py:2 in score")
     assert lines[6] == "hint: correct the function; --resume goes on from the last checkpoint, if there is one"
     assert "Traceback" not in run.err
+    assert f"the run is in {run.path}\n" in run.err, "nothing was saved that a resumed run would go on from"
     assert json.loads((run.path / "config.json").read_text())["task"]["reward"] == "mine:score"
 
 

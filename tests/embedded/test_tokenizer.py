@@ -97,7 +97,7 @@ def test_a_model_with_neither_vocabulary_nor_checkpoint_has_no_tokenizer():
         "error: the model has neither a character vocabulary nor a checkpoint with a tokenizer\n"
         "  model.vocabulary is empty\n"
         "  model.hf_checkpoint is empty\n"
-        'hint: set model.vocabulary = "auto" to use the characters of the task'
+        "hint: --set model.vocabulary=auto takes the characters of the task, --hf-checkpoint a checkpoint's tokenizer"
     )
 
 

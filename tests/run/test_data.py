@@ -58,6 +58,15 @@ def test_a_label_by_another_name_is_warned_of(rllaunch: Any, tmp_path: Path):
     assert rllaunch(*TINY, *words).json()["findings"] == []
 
 
+def test_prompts_that_no_tokenizer_reads_are_a_finding(rllaunch: Any, tmp_path: Path):
+    write(tmp_path, GOOD)
+    words = ("doctor", "--model", "tiny", "--hardware", "cpu", "--data", "p.jsonl", "--reward", "mine:score", "--json")
+    (finding,) = rllaunch(*words, "--set", "model.vocabulary=").json()["findings"]
+    assert (finding["code"], finding["level"]) == ("RL340", "error")
+    assert finding["message"] == "the model has neither a character vocabulary nor a checkpoint with a tokenizer"
+    assert rllaunch(*words, "--set", "model.vocabulary=auto").json()["findings"] == [], "as the hint says"
+
+
 def test_a_missing_prompt_file_is_a_finding(rllaunch: Any, tmp_path: Path):
     write(tmp_path, GOOD)
     result = rllaunch(*TINY, "--data", "q.jsonl", "--reward", "mine:score")

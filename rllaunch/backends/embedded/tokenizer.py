@@ -115,7 +115,7 @@ def load_tokenizer(config: LaunchConfig, vocabulary: str) -> Tokenizer:
         raise ConfigError(
             "the model has neither a character vocabulary nor a checkpoint with a tokenizer",
             ["model.vocabulary is empty", "model.hf_checkpoint is empty"],
-            'set model.vocabulary = "auto" to use the characters of the task',
+            "--set model.vocabulary=auto takes the characters of the task, --hf-checkpoint a checkpoint's tokenizer",
         )
     from transformers import AutoTokenizer
 
