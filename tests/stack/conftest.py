@@ -15,7 +15,8 @@ def _without_idle_groups() -> Iterator[None]:
     """A trainer's process groups have threads that poll, and reference cycles keep them: after a hundred tests the
     machine would do little else."""
     yield
-    gc.collect()
+    if len(os.listdir("/proc/self/task")) > 200:
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
