@@ -59,7 +59,7 @@ ALL = ("all-linear",)
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        *((family, ALL) for family in FAMILIES),
+        *((family, ALL) for family in FAMILIES if family != "deepseek_v4"),  # which is refused, in test_deepseek_v4
         ("qwen3", ("q_proj", "up_proj", "down_proj", "lm_head")),
         ("deepseek_v3", ("kv_b_proj", "gate_proj")),
     ],
