@@ -10,7 +10,6 @@ and no latent attention (the `DotProductAttention` of 0.16.1 has one width for k
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor, nn
 
 from rllaunch.backends.megatron.chunks import tables_of
-from rllaunch.backends.megatron.context import Segments, segments, whole_row
+from rllaunch.backends.megatron.context import Segments, packed_lengths, segments, whole_row
 from rllaunch.backends.megatron.entries import row_of
 from rllaunch.backends.megatron.sinks import attend_with_sinks
 
@@ -66,8 +65,7 @@ class TorchAttention(nn.Module):
             packed_seq_params: Megatron-core's, with the bounds of whole samples; best on the host.
         """
         if packed_seq_params is not None:
-            bounds = packed_seq_params.cu_seqlens_q.tolist()
-            return self._by_sample(query, key, value, tuple(end - begin for begin, end in pairwise(bounds)))
+            return self._by_sample(query, key, value, packed_lengths(packed_seq_params))
         if self._num_ranks == 1 and self.softmax_offset is None:
             out_BNTE = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
             return out_BNTE.permute(2, 0, 1, 3).flatten(2).contiguous()

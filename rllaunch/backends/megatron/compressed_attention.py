@@ -14,7 +14,6 @@ Source: DeepSeek-AI, "DeepSeek-V4", 2026; what is computed is what transformers 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rllaunch.backends.megatron.context import whole_row
+from rllaunch.backends.megatron.context import gather_row, packed_lengths
 from rllaunch.backends.megatron.entries import Row, Windows, attend_to_row, row_of
 from rllaunch.backends.megatron.shape import Compressed, ModelShape, Rope
 from rllaunch.backends.megatron.wide import WholeLinear, WideNorm, float32_parameter, over_root_mean_square
@@ -70,6 +69,7 @@ class CompressedAttention(nn.Module):
         self.kv_norm = WideNorm(config, self._D, eps)
         self.compressor: Compressor | None = None
         self.indexer: Indexer | None = None
+        self._rate = 0
         if self._kind != "window":
             self._rate = how.sparse_rate if self._kind == "sparse" else how.heavy_rate
             self.compressor = Compressor(config, hidden, self._D, self._rate, eps, overlaps=self._kind == "sparse")
@@ -104,17 +104,17 @@ class CompressedAttention(nn.Module):
         T, B = query_TBF.shape[:2]
         lens: tuple[int, ...] = (T * self._context_size,) * B
         if packed_seq_params is not None:
-            lens = tuple(end - begin for begin, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()))
+            lens = packed_lengths(packed_seq_params)
         device = hidden_TBH.device
         rank = parallel_state.get_context_parallel_rank() if self._context_size > 1 else 0
-        row = row_of(lens, self._context_size, rank, getattr(self, "_rate", 0), device)
+        row = row_of(lens, self._context_size, rank, self._rate, device)
         parts = [self.kv_norm(self.linear_kv_proj(hidden_TBH))]
         if self.compressor is not None:
             parts += [self.compressor.kv_proj(hidden_TBH), self.compressor.gate_proj(hidden_TBH)]
-        whole_RF = self._whole(torch.cat(parts, dim=-1), lens, rank)
+        whole_RF = self._whole(torch.cat(parts, dim=-1), lens)
         chosen_rK = None
         if self.indexer is not None and row.num_entries_of_longest > self._how.index_top_k:
-            chosen_rK = self._chosen(hidden_TBH, latent_TBF, row, lens, rank)
+            chosen_rK = self._chosen(hidden_TBH, latent_TBF, row, lens)
         query_rF = query_TBF.transpose(0, 1).flatten(0, 1)
         if self._recomputes and torch.is_grad_enabled():
             out_rF = checkpoint(self._core, query_rF, whole_RF, chosen_rK, row, use_reentrant=False)
@@ -124,26 +124,20 @@ class CompressedAttention(nn.Module):
         out_TBH: Tensor = self.linear_proj(low_rF.view(B, T, -1).transpose(0, 1).contiguous())[0]
         return out_TBH
 
-    def _whole(self, x_TBF: Tensor, lens: tuple[int, ...], rank: int) -> Tensor:
+    def _whole(self, x_TBF: Tensor, lens: tuple[int, ...]) -> Tensor:
         """[R, F] of the whole row, of all that ranks have some positions of; gradients go back to who has them."""
         if self.config.sequence_parallel:
             x_TBF = gather_from_sequence_parallel_region(x_TBF.contiguous())
-        x_rF = x_TBF.transpose(0, 1).flatten(0, 1)
-        if self._context_size == 1:
-            return x_rF
-        order_R, _ = whole_row(lens, self._context_size, rank, x_rF.device)
-        group = parallel_state.get_context_parallel_group()
-        gathered: Tensor = gather_from_sequence_parallel_region(x_rF.contiguous(), group=group)
-        return gathered.index_select(0, order_R)
+        return gather_row(x_TBF.transpose(0, 1).flatten(0, 1), lens, self._context_size)
 
     @torch.no_grad()
-    def _chosen(self, hidden_TBH: Tensor, latent_TBF: Tensor, row: Row, lens: tuple[int, ...], rank: int) -> Tensor:
+    def _chosen(self, hidden_TBH: Tensor, latent_TBF: Tensor, row: Row, lens: tuple[int, ...]) -> Tensor:
         """[r, K] entries of the row that each query may see, -1 where it may see fewer."""
         assert self.indexer is not None, "asked for sparse layers only"
         assert row.windows is not None, "a sparse layer has entries"
         index = self.indexer
         made = [index.compressor.kv_proj(hidden_TBH), index.compressor.gate_proj(hidden_TBH)]
-        whole_RF = self._whole(torch.cat(made, dim=-1), lens, rank)
+        whole_RF = self._whole(torch.cat(made, dim=-1), lens)
         keys_MD = index.compressor(*whole_RF.chunk(2, dim=-1), row.windows, self.frequencies)
         asked = [latent_TBF, index.scorer(hidden_TBH)]
         asked_TBF = torch.cat(asked, dim=-1)

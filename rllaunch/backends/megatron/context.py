@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -78,6 +81,21 @@ def whole_row(lens_n: tuple[int, ...], size: int, rank: int, device: torch.devic
     holders = torch.cat([positions_here(lens_n, size, r) for r in range(size)])
     order_R, here_r = moved(holders.argsort(), positions_here(lens_n, size, rank), device=device)
     return order_R, here_r
+
+
+def gather_row(x_rF: Tensor, lens_n: tuple[int, ...], size: int) -> Tensor:
+    """[R, F] of the whole row, of which each of `size` ranks has some positions; gradients go back to who has them."""
+    if size == 1:
+        return x_rF
+    order_R, _ = whole_row(lens_n, size, parallel_state.get_context_parallel_rank(), x_rF.device)
+    group = parallel_state.get_context_parallel_group()
+    gathered: Tensor = gather_from_sequence_parallel_region(x_rF.contiguous(), group=group)
+    return gathered.index_select(0, order_R)
+
+
+def packed_lengths(packed_seq_params: Any) -> tuple[int, ...]:
+    """Of the whole samples in Megatron-core's `PackedSeqParams`, whose bounds are best on the host."""
+    return tuple(end - begin for begin, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()))
 
 
 def _bounds(counts: Sequence[int]) -> Tensor:

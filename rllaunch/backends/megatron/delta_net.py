@@ -12,7 +12,6 @@ Source: Yang et al., arXiv:2412.06464; what is computed is what transformers 5.2
 from __future__ import annotations
 
 from copy import copy
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rllaunch.backends.megatron.chunks import CHUNK, tables_of
-from rllaunch.backends.megatron.context import whole_row
+from rllaunch.backends.megatron.context import gather_row, packed_lengths, whole_row
 from rllaunch.backends.megatron.local_layers import TorchNorm
 from rllaunch.backends.megatron.shape import DeltaNet, ModelShape
 
@@ -100,7 +98,7 @@ class GatedDeltaNet(nn.Module):
         T, B = mixed_TBF.shape[:2]
         lens: tuple[int, ...] = (T * self._context_size,) * B
         if packed_seq_params is not None:
-            lens = tuple(end - begin for begin, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()))
+            lens = packed_lengths(packed_seq_params)
         mixed_rF = mixed_TBF.transpose(0, 1).flatten(0, 1)
         out_rO = self._of_samples(mixed_rF, lens)
         out_TBH, _bias = self.out_proj(out_rO.view(B, T, -1).transpose(0, 1).contiguous())
@@ -108,18 +106,17 @@ class GatedDeltaNet(nn.Module):
 
     def _of_samples(self, mixed_rF: Tensor, lens_n: tuple[int, ...]) -> Tensor:
         """[r, V·E]."""
-        size, here_r = self._context_size, None
-        mixed_RF = mixed_rF
-        if size > 1:
-            rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-            order_R, here_r = whole_row(lens_n, size, rank, mixed_rF.device)
-            mixed_RF = gather_from_sequence_parallel_region(mixed_rF.contiguous(), group=group).index_select(0, order_R)
+        size = self._context_size
+        mixed_RF = gather_row(mixed_rF, lens_n, size)
         if self._recomputes and torch.is_grad_enabled():
             # What is kept is the input.
             out_RO: Tensor = checkpoint(self._mix, mixed_RF, lens_n, use_reentrant=False, preserve_rng_state=False)
         else:
             out_RO = self._mix(mixed_RF, lens_n)
-        return out_RO if here_r is None else out_RO.index_select(0, here_r)
+        if size == 1:
+            return out_RO
+        _, here_r = whole_row(lens_n, size, parallel_state.get_context_parallel_rank(), out_RO.device)
+        return out_RO.index_select(0, here_r)
 
     def _mix(self, mixed_RF: Tensor, lens_n: tuple[int, ...]) -> Tensor:
         """[R, V·E] normed and gated, of whole samples."""

@@ -12,14 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rllaunch.backends.megatron.shape import ModelShape
-from rllaunch.backends.megatron.weights import (
-    Entry,
-    entries,
-    from_megatron,
-    shard,
-    to_megatron,
-    unshard,
-)
+from rllaunch.backends.megatron.weights import Entry, entries, from_megatron, shard, to_megatron, unshard
 from rllaunch.errors import RunError
 
 TensorOf = Callable[[str], Tensor]
