@@ -39,7 +39,7 @@ from rllaunch.backends.embedded.model import model_config
 from rllaunch.backends.embedded.trainer import EmbeddedTrainer
 from rllaunch.backends.megatron import checkpoint
 from rllaunch.backends.megatron.attention import drop_tables
-from rllaunch.backends.megatron.chunks import tables_of
+from rllaunch.backends.megatron.chunks import apart, chunks_of
 from rllaunch.backends.megatron.context import segments
 from rllaunch.backends.megatron.pieces import state_pieces
 from rllaunch.backends.megatron.regions import torch_optimizers
@@ -309,7 +309,7 @@ def test_tables_of_lengths_seen_before_are_let_go_with_the_rest(rope: str, does:
     drop_tables()
     trainer.train(make_batch(trainer.context))
     kept = {(YarnRotaryEmbedding if rope == "yarn" else RotaryEmbedding).forward, segments}
-    kept |= {tables_of} if is_linear else set()
+    kept |= {apart, chunks_of} if is_linear else set()
     assert all(table.cache_info().currsize > 1 for table in kept)
     getattr(trainer, does)()
     assert all(table.cache_info().currsize == 0 for table in kept)

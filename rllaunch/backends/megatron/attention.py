@@ -19,7 +19,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from rllaunch.backends.megatron.chunks import tables_of
+from rllaunch.backends.megatron.chunks import apart, chunks_of
 from rllaunch.backends.megatron.context import Segments, packed_lengths, segments, whole_row
 from rllaunch.backends.megatron.entries import row_of
 from rllaunch.backends.megatron.sinks import attend_with_sinks
@@ -144,7 +144,8 @@ def drop_tables() -> None:
     Megatron-core (0.16.1) keeps the rotary angles of the last 32 lengths with the class, whatever becomes of the model,
     and packed rows differ in length nearly every time: 469 MiB for heads of 128 and 30 thousand positions.
     """
-    for kept in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward, segments, whole_row, tables_of, row_of):
+    ours = (segments, whole_row, apart, chunks_of, row_of)
+    for kept in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward, *ours):
         if clear := getattr(kept, "cache_clear", None):
             clear()
 

@@ -28,10 +28,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rllaunch.backends.megatron.chunks import CHUNK, tables_of
+from rllaunch.backends.megatron.chunks import CHUNK, apart, chunks_of
 from rllaunch.backends.megatron.context import gather_row, packed_lengths, whole_row
 from rllaunch.backends.megatron.local_layers import TorchNorm
 from rllaunch.backends.megatron.shape import DeltaNet, ModelShape
+from rllaunch.backends.megatron.wide import float32_parameter
 
 # Of the norm of queries and keys, as transformers and the engines' kernels have it.
 _UNIT_EPS = 1e-6
@@ -75,8 +76,7 @@ class GatedDeltaNet(nn.Module):
         self.conv_weight = nn.Parameter(torch.zeros(convolved // ranks, delta.kernel, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.zeros(self._V, dtype=dtype))
         # Its exponential is a rate that a state is multiplied by at every position.
-        self.A_log = nn.Parameter(torch.zeros(self._V, dtype=torch.float32))
-        self.A_log.stays_float32 = True  # type: ignore[attr-defined]
+        self.A_log = float32_parameter(self._V)
         for split in (self.conv_weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(split, True, 0, 1)
         self.norm_weight = nn.Parameter(torch.ones(delta.value_dim, dtype=dtype))
@@ -146,11 +146,11 @@ class GatedDeltaNet(nn.Module):
 def causal_convolution(x_RA: Tensor, weight_AW: Tensor, lens_n: tuple[int, ...]) -> Tensor:
     """[R, A]: of each channel the weighted sum of the W positions that end at each, none of another sample's."""
     A, W = weight_AW.shape
-    tables = tables_of(lens_n, W, x_RA.device)
+    apart_X, together_R = apart(lens_n, W, x_RA.device)
     # Before every sample as many zeros as it would reach back.
-    apart_AX = _with_zero(x_RA).index_select(0, tables.apart_X).t()
+    apart_AX = _with_zero(x_RA).index_select(0, apart_X).t()
     out_AX = F.conv1d(apart_AX[None], weight_AW[:, None], groups=A)[0]
-    return out_AX.t().index_select(0, tables.together_R)
+    return out_AX.t().index_select(0, together_R)
 
 
 def gated_delta_rule(
@@ -165,7 +165,7 @@ def gated_delta_rule(
         decay_RV: 0 or less.
         lens_n: of the samples, which the row is made of.
     """
-    tables = tables_of(lens_n, 1, q_RKD.device)
+    tables = chunks_of(lens_n, q_RKD.device)
     C, L, S = len(tables.of_chunks_CL), CHUNK, v_RVE.shape[1] // k_RKD.shape[1]
 
     def in_chunks(x: Tensor) -> Tensor:
