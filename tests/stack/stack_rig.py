@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import random
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +215,22 @@ def one_process() -> Iterator[None]:
         yield
     finally:
         stop_processes()
+
+
+def sglang_parameters(directory: Path, arguments: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
+    """SGLang's parameters in a process of its own: before an update, after it, and of `checkpoint` as it is loaded.
+
+    Args:
+        directory: with `bf16`, from which the engine starts, `buckets` and `checkpoint`.
+        arguments: SGLang's.
+    """
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here / "stubs"), *filter(None, sys.path)])}
+    command = [sys.executable, str(here / "sglang_fp8_process.py"), str(directory), json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, updated, loaded = torch.load(directory / "parameters.pt")
+    return before, updated, loaded
 
 
 def critic_of(trainer: Any) -> dict[str, torch.Tensor]:

@@ -5,10 +5,6 @@ make test-stack ARGS="-k sglang_fp8"
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
 
-from stack_rig import DEEPSEEK, MINIMAX_M2, QWEN3, QWEN3_MOE, YARN, make_context
+from stack_rig import DEEPSEEK, MINIMAX_M2, QWEN3, QWEN3_MOE, YARN, make_context, sglang_parameters
 from torch import Tensor
 
 from rllaunch.backends.base import LaunchContext, Slot
@@ -76,13 +72,7 @@ def test_an_engine_told_of_fp8_holds_after_an_update_what_one_with_such_a_checkp
     context = context_of(name, tmp_path / "bf16")
     told = decided(context, Slot(0, 0, "cpu", ""), str(tmp_path / "bf16"), range(21000, 21064))
     arguments = {key: told[key] for key in ("dtype", "load_format", "json_model_override_args")}
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here / "stubs"), *filter(None, sys.path)])}
-    command = [sys.executable, str(here / "sglang_fp8_process.py"), str(tmp_path), json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-    before, updated, loaded = torch.load(tmp_path / "parameters.pt")
+    before, updated, loaded = sglang_parameters(tmp_path, arguments)
     assert updated.keys() == loaded.keys()
     sent = dict(pair for group in groups for pair in group)
     at = "model.layers.1.self_attn.o_proj.weight"

@@ -6,10 +6,7 @@ make test-stack ARGS="-k sglang_gpt_oss"
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
 
-from stack_rig import GPT_OSS, hf_model, make_context
+from stack_rig import GPT_OSS, hf_model, make_context, sglang_parameters
 from torch import Tensor
 
 from rllaunch.backends.base import Bucket, Slot, TensorSlice
@@ -63,13 +60,7 @@ def test_an_update_brings_every_parameter_and_lays_experts_as_a_checkpoint_does(
     # Others do not take sinks; nothing is computed here.
     arguments = {"attention_backend": "intel_amx"}
     arguments |= {key: told[key] for key in ("dtype", "load_format", "json_model_override_args")}
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here / "stubs"), *filter(None, sys.path)])}
-    command = [sys.executable, str(here / "sglang_fp8_process.py"), str(tmp_path), json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-    before, updated, loaded = torch.load(tmp_path / "parameters.pt")
+    before, updated, loaded = sglang_parameters(tmp_path, arguments)
     assert updated.keys() == loaded.keys()
     for name, tensor in updated.items():
         assert torch.equal(tensor, loaded[name]), name

@@ -5,11 +5,7 @@ SGLang's kernels for linear attention want a GPU (or AMX ones that have no wheel
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("sglang")
 
-from stack_rig import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, make_context
+from stack_rig import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, make_context, sglang_parameters
 
 from rllaunch.backends.embedded.model import build_model, model_config
 from rllaunch.backends.megatron.shape import read_shape
@@ -52,14 +48,9 @@ def test_an_update_in_buckets_gives_an_engine_what_it_loads_from_a_checkpoint(na
     assert all(torch.equal(sent[n], t) and sent[n].dtype == t.dtype for n, t in written.items())
     assert all(t.dtype == (torch.float32 if n.endswith("A_log") else torch.bfloat16) for n, t in sent.items())
 
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here / "stubs"), *filter(None, sys.path)])}
     # By default SGLang keeps snapshots of states, which it cannot on a CPU.
     arguments: dict[str, Any] = {"dtype": "bfloat16", "disable_radix_cache": True}
-    command = [sys.executable, str(here / "sglang_fp8_process.py"), str(tmp_path), json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    before, updated, loaded = torch.load(tmp_path / "parameters.pt")
+    before, updated, loaded = sglang_parameters(tmp_path, arguments)
     rates = [n for n in updated if n.endswith("A_log")]
     assert rates
     assert all(updated[n].dtype == torch.float32 and torch.equal(updated[n], sent[n]) for n in rates)
